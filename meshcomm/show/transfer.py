@@ -39,7 +39,7 @@ def transfer_page(facts: Facts) -> list[PagePart]:
     )
     buffers = facts["buffers_bytes"]
     stripes = (
-        f"stripes along {' '.join(facts['stripes'])}"
+        f"stripes along {' '.join(facts['stripes'])}, {facts['legs']} legs"
         if facts["stripes"]
         else "no stripes: each copy receives its own"
     )

@@ -50,7 +50,7 @@ def box_pieces(source: tuple[tuple[int, Span], ...], target: tuple[tuple[int, Sp
         return None
     holders, readers = holders[wanted], readers[wanted]
     local = (holders[:, None] == readers[:, :, None]).any(axis=2) & (readers >= 0)
-    return assigned(holders, readers, local, begin[wanted], end[wanted], None, 1)
+    return assigned(holders, readers, local, begin[wanted], end[wanted], None)
 
 
 @final

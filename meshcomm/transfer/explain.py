@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
@@ -21,7 +21,7 @@ from meshcomm.predict.links import Machine, machine, nodes_of, places_of
 from meshcomm.show.page import Facts, View, as_text
 from meshcomm.show.transfer import transfer_view
 from meshcomm.transfer import bounds
-from meshcomm.transfer.placement import Ints, Placement, check_pattern, placements_of
+from meshcomm.transfer.placement import Placement, check_pattern, placements_of
 from meshcomm.transfer.plan import (
     BUCKET_BYTES,
     PACKED_BYTES,
@@ -29,6 +29,7 @@ from meshcomm.transfer.plan import (
     Entry,
     Leg,
     Loads,
+    Pieces,
     Plan,
     elements_of,
     pieces_of,
@@ -161,9 +162,10 @@ def cost(
     """Return the cost of a transfer. See `explain_transfer`."""
     links = machine(topology)
     ends = Ends.of(source, target, partial(nodes_of, topology))
-    plan = Plan(ends, entries, stripes=ends.levels(stripes), bucket_bytes=bucket_bytes)
+    planned = partial(Plan, ends, entries, bucket_bytes=bucket_bytes)
+    plan = planned(stripes=ends.levels(stripes))
     along = _stripes(plan)
-    direct = Plan(ends, entries, bucket_bytes=bucket_bytes) if along else plan
+    direct = planned() if along else plan
     loads, (messages, pieces) = plan.loads(), counts(plan)
     need, least = bounds.received(entries, ends), bounds.sent(entries, ends)
     both = np.isin(ends.target_ranks, ends.source_ranks)
@@ -175,8 +177,9 @@ def cost(
         "tensors": len(entries),
         "bytes": nbytes,
         "stripes": along,
+        "legs": max(map(len, plan.legs), default=1),
         "loads": [
-            _load("source", "sends", source, loads.sent[ends.source_ranks], least.most),
+            _load("source", "sends", source, loads.sent[ends.source_ranks], least),
             _load("source", "receives", source, loads.received[ends.source_ranks], None),
             _load("target", "sends", target, loads.sent[ends.target_ranks], None),
             _load("target", "receives", target, loads.received[ends.target_ranks], float(need.max())),
@@ -192,9 +195,7 @@ def cost(
     }
     if links is not None:
         others = [dim for dim in target.dims if target.size(dim) > 1]
-        striped = (
-            plan if along else Plan(ends, entries, stripes=ends.levels(others), bucket_bytes=bucket_bytes)
-        )
+        striped = plan if along else planned(stripes=ends.levels(others))
         along = _stripes(striped)
         places = places_of(topology, np.union1d(source.ranks, target.ranks))
         slowest = links.levels[-1] if len(np.unique(places // links.ranks_per_node)) > 1 else links.levels[0]
@@ -212,14 +213,12 @@ def cost(
 
 def _stripes(plan: Plan) -> list[str]:
     """Return the dims along which copies of some tensor receive stripes."""
-    used = {
+    striped = {
         dim
-        for legs in map(plan.legs, plan.entries)
+        for legs in plan.legs
         for dim in {*legs[0].target.placement.dims} - {*legs[-1].target.placement.dims}
     }
-    return [
-        dim for dim in dict.fromkeys(split.dim for splits in plan.stripes for split in splits) if dim in used
-    ]
+    return [*dict.fromkeys(split.dim for split in chain(*plan.stripes) if split.dim in striped)]
 
 
 def _side(layout: Layout) -> Facts:
@@ -249,80 +248,61 @@ def counts(plan: Plan) -> tuple[int, int]:
     """Return how many messages and pieces all ranks send. What a rank sends another in a round is one message, except for
     large pieces, each of which is one.
     """
-    # Pairs of ranks only move with the coords at which a disjoint source holds a tensor, so they are counted once.
     numbers: dict[Any, int] = {}
-    kinds: dict[Leg, tuple[int, Any]] = {}
-    known: dict[Any, list[int]] = {}
+    kinds = {
+        leg: numbers.setdefault((leg.source.placement.axes, leg.target.placement, leg.ends), len(numbers))
+        for leg in plan.weighted_legs()
+    }
+    known: dict[Any, list[tuple[int, int]]] = {}
     messages = pieces = 0
     for parts in plan.rounds():
-        legs = [plan.legs(plan.entries[part.entry])[part.leg] for part in parts]
-        for leg in legs:
-            if leg not in kinds:
-                axes, at = leg.source.placement.axes, leg.source.placement.at
-                moves = not leg.ends.overlap and all(len(coords) == 1 for _, coords in at)
-                kind = axes, leg.target.placement, () if moves else at, leg.ends.overlap
-                kinds[leg] = numbers.setdefault(kind, len(numbers)), at if moves else ()
-        places = {kinds[leg][1] for leg in legs}
-        sizes = (plan.entries[part.entry].itemsize for part in parts)
-        times = Counter(zip(legs, sizes, (part[2:] for part in parts), strict=True))
-        shape: tuple[Any, ...] = tuple(
-            sorted((kinds[leg][0], size, *part, count) for (leg, size, part), count in times.items())
-        )
-        if len(places) > 1:
-            shape = (*shape, *sorted((kinds[leg][0], kinds[leg][1]) for leg, _, _ in times))
-        # Chunks differ by one row of each piece, so most have as many messages.
-        itemsize, chunks = plan.entries[parts[0].entry].itemsize, parts[0].chunks
-        chunked = (kinds[legs[0]][0], itemsize, chunks) if chunks > 1 else shape
-        sent = known.get(chunked) or known.get(shape)
-        if sent is None:
-            *sent, alike = _count(times)
-            known[chunked if alike else shape] = sent
-        messages, pieces = messages + sent[0], pieces + sent[1]
+        times = Counter((plan.legs[part.entry][part.leg], plan.itemsizes[part.entry]) for part in parts)
+        # Pairs of ranks only move with the coords at which a disjoint source holds all tensors, so they are counted once.
+        places = {leg.source.placement.at for leg, _ in times}
+        held = {len(coords) for place in places for _, coords in place}
+        moves = len(places) == 1 and held <= {1} and not next(iter(times))[0].ends.overlap
+        of_round = {
+            (kinds[leg], itemsize, count, () if moves else leg.source.placement.at)
+            for (leg, itemsize), count in times.items()
+        }
+        _, _, chunk, chunks = parts[0]
+        key = frozenset(of_round), chunks
+        if key not in known:
+            known[key] = [*_counts(times, chunks)]
+        messages, pieces = messages + known[key][chunk][0], pieces + known[key][chunk][1]
     return messages, pieces
 
 
-def _count(times: Mapping[tuple[Leg, int, tuple[int, int]], int]) -> tuple[int, int, bool]:
-    """Return how many messages and pieces ranks send in a round, and whether that is so for all chunks.
-
-    times: how many tensors of an itemsize take each leg, in which chunk.
-    """
-    keys: list[Ints] = []
-    messages, pieces, alike = 0, 0, True
-    for (leg, itemsize, (chunk, chunks)), count in times.items():
-        for pairs in leg.pairs():
-            every = pieces_of(pairs, leg.ends, leg.align)
-            begin, end = every.begin, every.end
-            if chunks > 1:
-                begin, end = sliced(begin, end, chunk, chunks)
-                length = (every.end - every.begin).max(axis=1)
-                row = every.elements // length * itemsize
-                alike &= bool(
-                    (length >= chunks).all()
-                    and (
-                        (length // chunks * row > PACKED_BYTES) == (-(-length // chunks) * row > PACKED_BYTES)
-                    ).all()
-                )
-            elements = np.where(every.is_local, 0, elements_of(begin, end))
-            alone = elements * itemsize > PACKED_BYTES
-            packed = (elements > 0) & ~alone
-            pieces += count * int((elements > 0).sum())
+def _counts(times: Mapping[tuple[Leg, int], int], chunks: int) -> Iterator[tuple[int, int]]:
+    """Yield how many messages and pieces ranks send in a round, for each chunk. times: how many tensors of an itemsize take each leg."""
+    every: Iterable[tuple[Pieces, int, int]] = (
+        (pieces_of(pairs, leg.ends), itemsize, count)
+        for (leg, itemsize), count in times.items()
+        for pairs in leg.pairs()
+    )
+    if chunks > 1:
+        every = [*every]
+    for chunk in range(chunks):
+        messages = pieces = 0
+        packed = [np.zeros((0, 2), dtype=np.int64)]
+        for of_leg, itemsize, count in every:
+            nbytes = elements_of(*sliced(of_leg.begin, of_leg.end, chunk, chunks)) * itemsize
+            nbytes[of_leg.is_local] = 0
+            alone = nbytes > PACKED_BYTES
+            pieces += count * int((nbytes > 0).sum())
             messages += count * int(alone.sum())
-            keys.append(every.source[packed] * leg.ends.size + every.target[packed])
-    if len(keys) == 1:
-        # What two parts have in common has a separate sender for each slice.
-        return messages + len(keys[0]), pieces, alike
-    together = np.sort(np.concatenate(keys)) if keys else np.zeros(0, dtype=np.int64)
-    return messages + int((np.diff(together, prepend=-1) > 0).sum()), pieces, alike
+            packed.append(np.stack(of_leg[:2], axis=1)[(nbytes > 0) & ~alone])
+        source, target = np.concatenate(packed).T
+        pairs_of_ranks = np.sort(source << 32 | target)
+        yield messages + int((np.diff(pairs_of_ranks, prepend=-1) > 0).sum()), pieces
 
 
 def _buffers(plan: Plan) -> Facts:
     """Return how many bytes of buckets a rank of each side allocates at most: two for each direction that it uses."""
     source = target = 0
     for parts in plan.rounds():
-        entries = [plan.entries[part.entry] for part in parts]
         nbytes = sum(
-            plan.legs(entry)[part.leg].most(entry.itemsize, part.chunks)
-            for entry, part in zip(entries, parts, strict=True)
+            plan.legs[part.entry][part.leg].most(plan.itemsizes[part.entry], part.chunks) for part in parts
         )
         source, target = max(source, nbytes * (parts[0].leg == 0)), max(target, nbytes * (parts[0].leg > 0))
     return {"source": 2 * source, "target": 2 * max(source, target) + 2 * target}
@@ -337,15 +317,15 @@ def _seconds(plan: Plan, links: Machine, places: Ranks) -> float:
     units = [places // level.ranks for level in levels[:-1]]
     sent, received = (np.zeros((len(levels), ends.size)) for _ in range(2))
     apart = not np.isin(units[-1][ends.target_ranks], units[-1][ends.source_ranks]).any()
-    for leg, (nbytes, count) in plan.weighted_legs().items():
+    for leg, nbytes in plan.weighted_legs().items():
         if leg.ends is ends and apart:
             loads = Loads.none(ends.size)
-            loads.add(leg, nbytes, count)
+            loads.add(leg, nbytes)
             sent[-1] += loads.sent
             received[-1] += loads.received
             continue
         for pairs in leg.pairs():
-            every = pieces_of(pairs, leg.ends, leg.align)
+            every = pieces_of(pairs, leg.ends)
             every = every.of(~every.is_local)
             level = sum(
                 ((unit[every.source] != unit[every.target]).astype(np.int64) for unit in units),
@@ -367,7 +347,7 @@ def _least_seconds(
     links: Machine,
     places: Ranks,
     need: Sums,
-    least: bounds.SendBound,
+    least: float,
 ) -> float:
     """Return the seconds that no plan goes below. See `explain_transfer`."""
     rate, seconds = float(1 / links.levels[0].beta_s), 0.0
@@ -377,4 +357,4 @@ def _least_seconds(
         rate += float(1 / outer.beta_s) * (len(ports) > 1)
         for crossing in (bounds.received(entries, ends, units), bounds.leaving(entries, ends, units)):
             seconds = max(seconds, float((crossing / ports).max()) * float(outer.beta_s))
-    return max(seconds, max(float(need.max()), least.most) / rate)
+    return max(seconds, max(float(need.max()), least) / rate)

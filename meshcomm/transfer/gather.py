@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshcomm.mesh import Mesh
 from meshcomm.transfer.agree import Manifest, agree_on_source
-from meshcomm.transfer.placement import Box, Placement, Section
+from meshcomm.transfer.placement import Box
 from meshcomm.transfer.plan import BUCKET_BYTES, Entry, Plan, located
 from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import Sides
@@ -49,9 +49,7 @@ class Gathered:
         together: list[Entry] = []
         used = 0
         for name, (dtype, placement) in self._sources.items():
-            target = Placement(
-                tuple((Section(f"a{axis}", size),) for axis, size in enumerate(placement.shape))
-            )
+            target = placement.whole
             entry = Entry(name, dtype.itemsize, placement, target)
             nbytes = located(target, self._sides.ends.target).most * dtype.itemsize
             if together and used + nbytes > self._bucket_bytes:

@@ -9,12 +9,14 @@ section of an axis separately: a rank holds its part of q, then of k, then of v.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, chain, product
 from operator import add, le, sub
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
@@ -28,7 +30,7 @@ from meshcomm.layout.names import listed
 
 Ints: TypeAlias = NDArray[np.int64]
 
-_AXES: Final = re.compile(r"\s*((?:\([^()]*\)|[^\s()])+)")
+_AXES: Final = re.compile(r"(?:\([^()]*\)|[^\s()])+|\S+")
 _NAMED: Final = re.compile(r"(?:(?P<name>[^\W\d]\w*)|\((?P<sections>[^()]+)\))(?P<splits>(?:/[^/]+)*)")
 _SPLIT: Final = re.compile(r"(?P<dim>[^\W\d]\w*)(?::(?P<distinct>[1-9]\d*))?")
 
@@ -123,6 +125,11 @@ class Placement:
         """The dims along which ranks hold different parts or none, each once."""
         return tuple(dict.fromkeys([*(split.dim for split in self.splits), *(dim for dim, _ in self.at)]))
 
+    @cached_property
+    def whole(self) -> Placement:
+        """The placement of the full tensor on every rank."""
+        return Placement(tuple((Section(f"a{axis}", size),) for axis, size in enumerate(self.shape)))
+
     def split_further(self, axis: int, splits: Sequence[Split]) -> Placement:
         """Return the placement in which the parts of an axis are split further."""
         axes = [*self.axes]
@@ -140,11 +147,8 @@ class Placement:
 
     def facts(self) -> list[Any]:
         """Return the placement as lists, text and numbers, for another process. See `of_facts`."""
-        axes = [
-            [[name, size, [[*split] for split in splits], *rest] for name, size, splits, *rest in axis]
-            for axis in self.axes
-        ]
-        return [axes, [[dim, [*coords]] for dim, coords in self.at]]
+        facts: list[Any] = json.loads(json.dumps([self.axes, self.at]))
+        return facts
 
     @classmethod
     def of_facts(cls, facts: Any) -> Placement:
@@ -181,41 +185,33 @@ def axes_of(text: object) -> tuple[Axis, ...]:
     if not isinstance(text, str):
         raise _fault(text, f"it is a {type(text).__name__}")
     axes: list[Axis] = []
-    at = 0
-    while text[at:].strip():
-        match = _AXES.match(text, at)
-        named = match and _NAMED.fullmatch(match[1])
-        if match is None or named is None:
-            raise _fault(text, f"{text[at:].strip()!r} is not an axis")
+    for match in _AXES.finditer(text):
+        named = _NAMED.fullmatch(match[0])
+        if named is None:
+            raise _fault(text, f"{text[match.start() :].strip()!r} is not an axis")
         splits = _splits(text, named["splits"])
-        if named["name"]:
-            axes.append((Section(named["name"], -1, splits),))
-        else:
-            sections = [_NAMED.fullmatch(part.strip()) for part in named["sections"].split("+")]
-            if not all(section and section["name"] for section in sections):
-                raise _fault(text, f"({named['sections']}) does not list sections")
-            axes.append(
-                tuple(
-                    Section(section["name"], -1, (*_splits(text, section["splits"]), *splits))
-                    for section in sections
-                    if section
-                )
+        sections = [
+            _NAMED.fullmatch(part.strip()) for part in (named["name"] or named["sections"]).split("+")
+        ]
+        if not all(section and section["name"] for section in sections):
+            raise _fault(text, f"({named['sections']}) does not list sections")
+        axes.append(
+            tuple(
+                Section(section["name"], -1, (*_splits(text, section["splits"]), *splits))
+                for section in sections
+                if section
             )
-        at = match.end()
+        )
     names = Counter(section.name for axis in axes for section in axis)
     if twice := [name for name, count in names.items() if count > 1]:
         raise _fault(text, f"{twice[0]} is named twice")
-    for axis, others in ((axis, axes[:number]) for number, axis in enumerate(axes)):
-        earlier = {split.dim for other in others for section in other for split in section.splits}
-        again = [split.dim for section in axis for split in section.splits if split.dim in earlier]
-        doubled = [
-            dim
-            for section in axis
-            for dim, count in Counter(split.dim for split in section.splits).items()
-            if count > 1
-        ]
-        if again or doubled:
-            raise _fault(text, f"{(again or doubled)[0]} splits it twice")
+    earlier: set[str] = set()
+    for axis in axes:
+        splitting = [[split.dim for split in section.splits] for section in axis]
+        for dims in splitting:
+            if again := [dim for dim in dims if dim in earlier or dims.count(dim) > 1]:
+                raise _fault(text, f"{again[0]} splits it twice")
+        earlier.update(*splitting)
     return tuple(axes)
 
 
@@ -274,13 +270,6 @@ def _sized(
     text: str, axes: tuple[Axis, ...], shape: Sequence[int] | None, sizes: dict[str, int]
 ) -> tuple[Axis, ...]:
     """Return axes with the sizes of their sections. Raises ShapeError."""
-    names = [section.name for axis in axes for section in axis]
-    if unknown := [name for name in sizes if name not in names]:
-        raise ShapeError(
-            f'"{text}" has no axis or section {unknown[0]}',
-            given=f"{unknown[0]}={sizes[unknown[0]]}",
-            expected=f"sizes of {listed(names) or 'no axis'}",
-        )
     if shape is not None and len(shape) != len(axes):
         raise ShapeError(
             f'"{text}" does not fit the tensor',
@@ -340,11 +329,6 @@ class Box(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return tuple(map(sub, self.end, self.begin))
 
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The index of the box in the full tensor."""
-        return tuple(map(slice, self.begin, self.end))
-
     def common(self, other: Box) -> Box | None:
         """Return what two boxes have in common; None if they have no element in common."""
         begin, end = tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end))
@@ -359,25 +343,18 @@ class Cuts(NamedTuple):
     """The parts of one section of one axis, in the order of their coords.
 
     begins, ends: in the full axis, neither ever decreases.  offsets: what each part's coords add to a rank's position.
-    digits: of the splits, outermost first.
+    digits: of the splits, outermost first. Their coord is the number of the part that a rank holds.
     """
 
     begins: Ints
     ends: Ints
     offsets: Ints
-    digits: tuple[Digits, ...]
+    digits: Digits
 
-    def number(self, position: int) -> int:
-        """Return the number of the part that the rank at a position holds."""
-        number = 0
-        for digits in self.digits:
-            number = number * digits.size + digits.coord(position)
-        return number
-
-    def only(self, number: int) -> Cuts:
-        """Return one of the parts."""
-        one = slice(number, number + 1)
-        return self._replace(begins=self.begins[one], ends=self.ends[one], offsets=self.offsets[one])
+    def of(self, position: int) -> Cuts:
+        """Return the part that the rank at a position holds."""
+        number = self.digits.coord(position)
+        return Cuts(*(values[number : number + 1] for values in self[:3]), self.digits)
 
 
 class Block(NamedTuple):
@@ -402,15 +379,18 @@ class Located:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks of the tensor, which do not overlap and cover it."""
-        blocks: list[tuple[Cuts, ...]] = [()]
-        for axis in self.placement.axes:
-            begins = np.cumsum([0, *(section.size for section in axis)])
-            cuts = [self._cuts(section, int(begin)) for section, begin in zip(axis, begins, strict=False)]
-            blocks = [(*block, cut) for block in blocks for cut in cuts]
-        return tuple(Block(cuts, self._copies(cuts)) for cuts in blocks)
+        return tuple(Block(cuts, self._copies(cuts)) for cuts in product(*self._cuts))
 
-    def _cuts(self, section: Section, begin: int) -> Cuts:
-        digits = tuple(split.digits(self.layout) for split in section.splits)
+    @cached_property
+    def _cuts(self) -> list[list[Cuts]]:
+        """The parts of each section of each axis."""
+        return [
+            [*map(self._cuts_of, axis, accumulate((section.size for section in axis), initial=0))]
+            for axis in self.placement.axes
+        ]
+
+    def _cuts_of(self, section: Section, begin: int) -> Cuts:
+        digits = [split.digits(self.layout) for split in section.splits]
         begins = np.array([begin - section.first], dtype=np.int64)
         sizes = np.array([section.whole or section.size], dtype=np.int64)
         offsets = np.zeros(1, dtype=np.int64)
@@ -421,22 +401,18 @@ class Located:
             sizes = np.minimum(most[:, None], sizes[:, None] - inside).ravel()
             offsets = (offsets[:, None] + digit.offsets()).ravel()
         begins, ends = (np.clip(at, begin, begin + section.size) for at in (begins, begins + sizes))
-        return Cuts(begins, ends, offsets, digits)
+        return Cuts(begins, ends, offsets, Digits(chain(*digits)))
 
     def _copies(self, cuts: Sequence[Cuts]) -> Ints:
-        self.layout.home(self.placement.dims) if self.placement.dims else None
+        if self.placement.dims:
+            self.layout.home(self.placement.dims)
         present = [(self.layout.digits(dim), coords) for dim, coords in self.placement.at]
-        used = [digits for cut in cuts for digits in cut.digits] + [digits for digits, _ in present]
+        used = [cut.digits for cut in cuts] + [digits for digits, _ in present]
         offsets = rest(used, self.layout.world_size).offsets()
         for digits, coords in present:
             held = digits.offset(np.array(coords, dtype=np.int64))
             offsets = (held[:, None] + offsets).ravel()
         return offsets
-
-    @cached_property
-    def home(self) -> str:
-        """The view whose coords say where the parts lie."""
-        return self.layout.home(self.placement.dims) if self.placement.dims else ""
 
     def holds(self, position: int) -> bool:
         """Return whether the rank at a position holds a part, which may be empty."""
@@ -444,42 +420,20 @@ class Located:
 
     def boxes(self, position: int) -> list[Box]:
         """Return the boxes that the rank at a position holds, one for each block. A rank that holds none has no box."""
-        if position not in self._boxes:
-            self._boxes[position] = self._boxes_of(position)
-        return self._boxes[position]
-
-    @cached_property
-    def _boxes(self) -> dict[int, list[Box]]:
-        return {}
-
-    def _boxes_of(self, position: int) -> list[Box]:
         if not self.holds(position):
             return []
-        spans: list[list[tuple[int, int, int]]] = []
-        for axis in self.placement.axes:
-            begin = local = 0
-            spans.append([])
-            for section in axis:
-                cuts = self._cuts(section, begin)
-                part = cuts.only(cuts.number(position))
-                first, last = int(part.begins[0]), int(part.ends[0])
-                spans[-1].append((first, last, local))
-                begin, local = begin + section.size, local + last - first
-        corners: list[list[tuple[int, int, int]]] = [[]]
-        for axis_spans in spans:
-            corners = [[*corner, span] for corner in corners for span in axis_spans]
-        return [
-            Box(*(tuple(values) for values in zip(*corner, strict=True))) if corner else Box((), (), ())
-            for corner in corners
-        ]
+        axes = []
+        for cuts in self._cuts:
+            parts = [cut.of(position) for cut in cuts]
+            spans = [(int(part.begins[0]), int(part.ends[0])) for part in parts]
+            locals_ = accumulate((end - begin for begin, end in spans), initial=0)
+            axes.append([(*span, local) for span, local in zip(spans, locals_, strict=False)])
+        return [Box(*zip(*corner, strict=True)) if corner else Box((), ()) for corner in product(*axes)]
 
     def local_shape(self, position: int) -> tuple[int, ...]:
         """Return the shape of the memory of the rank at a position, which holds its boxes without gaps."""
-        boxes = self.boxes(position)
-        if not boxes:
-            return ()
-        ends = [[at + size for at, size in zip(box.local, box.shape, strict=True)] for box in boxes]
-        return tuple(max(axis_ends) for axis_ends in zip(*ends, strict=True))
+        # The last box has the last section of each axis.
+        return tuple(map(add, box[-1].local, box[-1].shape)) if (box := self.boxes(position)) else ()
 
     @property
     def most(self) -> int:

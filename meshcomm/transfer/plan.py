@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby, pairwise, zip_longest
+from itertools import chain, groupby, pairwise, product, zip_longest
 from typing import Final, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -55,6 +55,11 @@ class Pieces(NamedTuple):
         return local
 
 
+def joined(parts: Sequence[Pieces]) -> Pieces:
+    """Return all pieces of some arrays of pieces, in order."""
+    return Pieces(*map(np.concatenate, zip(*parts, strict=True)))
+
+
 def elements_of(begin: Ints, end: Ints) -> Ints:
     """Return the number of elements of each box. begin, end: of shape (boxes, axes)."""
     # Reducing over a short axis of an array is slow.
@@ -62,14 +67,6 @@ def elements_of(begin: Ints, end: Ints) -> Ints:
     for axis in range(begin.shape[1]):
         elements *= end[:, axis] - begin[:, axis]
     return elements
-
-
-def is_box(begin: Ints, end: Ints) -> NDArray[np.bool_]:
-    """Return whether each box has elements."""
-    some = np.ones(len(begin), dtype=bool)
-    for axis in range(begin.shape[1]):
-        some &= begin[:, axis] < end[:, axis]
-    return some
 
 
 def _longest(begin: Ints, end: Ints) -> tuple[Ints, Ints]:
@@ -192,13 +189,9 @@ class Pairs(NamedTuple):
 def pairs_of(a: Block, b: Block) -> Pairs:
     overlaps = [_overlaps(*cuts) for cuts in zip(a.cuts, b.cuts, strict=True)]
     counts = [len(i) for i, _, _, _ in overlaps]
-    count = math.prod(counts)
-    grid = np.indices(counts).reshape(len(counts), count)
-    source, target = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    begin, end = (
-        np.zeros((count, len(overlaps)), dtype=np.int64),
-        np.zeros((count, len(overlaps)), dtype=np.int64),
-    )
+    grid = np.indices(counts).reshape(len(counts), math.prod(counts))
+    source, target = np.zeros((2, grid.shape[1]), dtype=np.int64)
+    begin, end = np.zeros((2, *grid.shape[::-1]), dtype=np.int64)
     for axis, ((i, j, begins, ends), at) in enumerate(zip(overlaps, grid, strict=True)):
         source += a.cuts[axis].offsets[i][at]
         target += b.cuts[axis].offsets[j][at]
@@ -210,7 +203,7 @@ def _of_position(block: Block, position: int | None) -> Block:
     """Return the part of a block that the rank at a position holds, if it holds any."""
     if position is None:
         return block
-    return block._replace(cuts=tuple(cut.only(cut.number(position)) for cut in block.cuts))
+    return block._replace(cuts=tuple(cut.of(position) for cut in block.cuts))
 
 
 def pieces(
@@ -220,27 +213,17 @@ def pieces(
     *,
     sender: int | None = None,
     receiver: int | None = None,
-    align: int = 1,
 ) -> Pieces:
     """Return the pieces of a tensor: each element of each rank's part of the target arrives there once.
 
     sender, receiver: positions in the source's and in the target's layout. Only the pieces that the rank there sends or receives
     are computed. A piece that a rank of both sides holds already stays local.
-    align: pieces are divided among holders at multiples of this index only.
     """
     parts = [
-        pieces_of(pairs, ends, align)
-        for a in source.blocks
-        for b in target.blocks
-        if len((pairs := pairs_of(_of_position(a, sender), _of_position(b, receiver))).begin)
+        pieces_of(pairs_of(_of_position(a, sender), _of_position(b, receiver)), ends)
+        for a, b in product(source.blocks, target.blocks)
     ]
-    axes = len(source.placement.axes)
-    none = np.zeros(0, dtype=np.int64)
-    every = (
-        Pieces(*map(np.concatenate, zip(*parts, strict=True)))
-        if parts
-        else Pieces(none, none, *(none.reshape(0, axes),) * 2)
-    )
+    every = joined(parts)
     if sender is not None:
         every = every.of(every.source == ends.source_ranks[sender])
     if receiver is not None:
@@ -262,12 +245,12 @@ def held_by_reader(pairs: Pairs, ends: Ends) -> NDArray[np.bool_]:
     return held
 
 
-def pieces_of(pairs: Pairs, ends: Ends, align: int) -> Pieces:
+def pieces_of(pairs: Pairs, ends: Ends) -> Pieces:
     """Decide which holder of each pair sends which part of it to which reader."""
     holders = ends.source_ranks[pairs.source[:, None] + pairs.source_copies]
     readers = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
     nodes = ends.nodes if ends.overlap else None
-    return assigned(holders, readers, held_by_reader(pairs, ends), pairs.begin, pairs.end, nodes, align)
+    return assigned(holders, readers, held_by_reader(pairs, ends), pairs.begin, pairs.end, nodes)
 
 
 def assigned(
@@ -277,28 +260,24 @@ def assigned(
     begin: Ints,
     end: Ints,
     nodes: Ints | None,
-    align: int,
 ) -> Pieces:
     """Decide which holder of each box sends which part of it to which reader.
 
     holders, readers: the ranks, of shape (boxes, most ranks of a box). Without `nodes`, a row may end in -1, for no rank, but not
     begin with it. local: whether a reader holds what it reads.
     """
+    row, reader = np.nonzero(local)
+    ranks = readers[row, reader]
+    every = [Pieces(ranks, ranks, begin[row], end[row])]
     near = np.zeros_like(local)
     if nodes is not None:
         same = nodes[holders][:, None, :] == nodes[readers][:, :, None]
         near = same.any(axis=2) & ~local
-    row, reader = np.nonzero(local)
-    ranks = readers[row, reader]
-    kept = Pieces(ranks, ranks, begin[row], end[row])
-    if near.any():
         row, reader = np.nonzero(near)
         beside = same[row, reader]
         turn = (near.cumsum(axis=1) - 1)[row, reader] % beside.sum(axis=1)
         nearest = np.argsort(~beside, axis=1, kind="stable")[np.arange(len(row)), turn]
-        neighbors = Pieces(holders[row, nearest], readers[row, reader], begin[row], end[row])
-    else:
-        neighbors = Pieces(*(values[:0] for values in kept))
+        every.append(Pieces(holders[row, nearest], readers[row, reader], begin[row], end[row]))
     # Reader i of n takes piece j of m from holder i * m + j, counted around. With m = h / gcd(h, n), the h holders send the same.
     far = ~(local | near) & (readers >= 0)
     row, reader = np.nonzero(far)
@@ -310,28 +289,20 @@ def assigned(
         again = np.repeat(np.arange(len(row)), parts)
         j = np.arange(len(again)) - np.repeat(np.cumsum(parts) - parts, parts)
         row, reader, turn, parts = row[again], reader[again], turn[again], parts[again]
-        first, last = sliced(begin[row], end[row], j, parts, align)
+        first, last = sliced(begin[row], end[row], j, parts)
         sent = Pieces(holders[row, (turn * parts + j) % count[row]], readers[row, reader], first, last)
-        sent = sent.of(is_box(first, last))
-    return Pieces(*map(np.concatenate, zip(kept, neighbors, sent, strict=True)))
+        sent = sent.of(sent.elements > 0)
+    return joined([*every, sent])
 
 
-def sliced(
-    begin: Ints, end: Ints, number: Ints | int, count: Ints | int, align: int = 1
-) -> tuple[Ints, Ints]:
+def sliced(begin: Ints, end: Ints, number: Ints | int, count: Ints | int) -> tuple[Ints, Ints]:
     """Return slice `number` of `count` of each box, along its longest axis. Slices may be empty. A box without axes has one."""
     if not begin.shape[1]:
         return begin, end
     begin, end, rows = begin.copy(), end.copy(), np.arange(len(begin))
     axis, _ = _longest(begin, end)
     first, last = begin[rows, axis], end[rows, axis]
-    cuts = [first + (last - first) * at // count for at in (number, number + 1)]
-    if align > 1:
-        cuts = [
-            np.where((cut > first) & (cut < last), np.clip(cut // align * align, first, last), cut)
-            for cut in cuts
-        ]
-    begin[rows, axis], end[rows, axis] = cuts
+    begin[rows, axis], end[rows, axis] = (first + (last - first) * at // count for at in (number, number + 1))
     return begin, end
 
 
@@ -357,22 +328,14 @@ class Leg:
     source: Located
     target: Located
     ends: Ends
-    align: int = 1
 
     def pairs(self) -> Iterator[Pairs]:
         """Yield what parts of both sides have in common, in arrays of a bounded size."""
-        for a in self.source.blocks:
-            for b in self.target.blocks:
-                pairs = pairs_of(a, b)
-                rows = max(1, _MOST_ROWS // (len(a.copies) * len(b.copies)))
-                for at in range(0, len(pairs.source), rows):
-                    part = slice(at, at + rows)
-                    yield pairs._replace(
-                        source=pairs.source[part],
-                        target=pairs.target[part],
-                        begin=pairs.begin[part],
-                        end=pairs.end[part],
-                    )
+        for a, b in product(self.source.blocks, self.target.blocks):
+            pairs = pairs_of(a, b)
+            rows = max(1, _MOST_ROWS // (len(a.copies) * len(b.copies)))
+            for at in range(0, len(pairs.source), rows):
+                yield Pairs(*(values[at : at + rows] for values in pairs[:4]), *pairs[4:])
 
     def chunks(self, itemsize: int, bucket_bytes: int) -> int:
         """Return in how many chunks the pieces are sent, so that a rank sends and receives at most `bucket_bytes` at once.
@@ -398,8 +361,8 @@ class Leg:
         A row is what lies at one index of a piece's longest axis.
         """
         elements, rows = Loads.none(self.ends.size), Loads.none(self.ends.size)
-        elements.add(self, 1, 1)
-        rows.add(self, 1, 1, rows=True)
+        elements.add(self, 1)
+        rows.add(self, 1, rows=True)
         most = [int(max(loads.sent.max(), loads.received.max())) for loads in (elements, rows)]
         length = max((int((pairs.end - pairs.begin).max(initial=1)) for pairs in self.pairs()), default=1)
         return most[0], most[1], length
@@ -418,8 +381,7 @@ def _stripe_axis(source: Located, target: Located, splits: Sequence[Split]) -> i
         striped = located(target.placement.split_further(axis, splits), target.layout)
         return sum(
             math.prod(len(_overlaps(*cuts)[0]) for cuts in zip(a.cuts, b.cuts, strict=True))
-            for a in source.blocks
-            for b in striped.blocks
+            for a, b in product(source.blocks, striped.blocks)
         )
 
     return min(even, key=count) if even else lengths.index(max(lengths))
@@ -470,7 +432,6 @@ class Plan:
     entries:      in the order in which they are sent.
     stripes:      where copies of the target receive different stripes, which they then gather from each other.
     bucket_bytes: how much a rank sends, and receives, at once. A rank uses two such buckets for each.
-    align:        see `pieces`.
     """
 
     def __init__(
@@ -480,40 +441,36 @@ class Plan:
         *,
         stripes: Levels = (),
         bucket_bytes: int = BUCKET_BYTES,
-        align: int = 1,
     ) -> None:
         self.ends, self.entries, self.stripes = ends, tuple(entries), stripes
         self.itemsizes = [entry.itemsize for entry in entries]
-        self.bucket_bytes, self.align = bucket_bytes, align
-        self._within_target = ends.within_target
-        self._legs: dict[tuple[int, Placement, Placement], tuple[Leg, ...]] = {}
-        self._rounds: list[list[Slice]] | None = None
-        self._gathers: dict[tuple[Placement, int], tuple[Leg, ...]] = {}
+        self.bucket_bytes = bucket_bytes
         self._own: dict[tuple[Leg, int, bool], Pieces] = {}
 
-    def legs(self, entry: Entry) -> tuple[Leg, ...]:
-        """Return the legs of an entry, in order. Entries with equal placements share them."""
-        key = entry[1:]
-        legs = self._legs.get(key)
-        if legs is None:
-            legs = self._legs[key] = self._legs_of(entry)
-        return legs
+    @cached_property
+    def legs(self) -> list[tuple[Leg, ...]]:
+        """The legs of each entry, in order. Entries with equal placements share them."""
+        within, layouts = self.ends.within_target, (self.ends.source, self.ends.target)
+        gathers: dict[tuple[Placement, int], list[Leg]] = {}
 
-    def _legs_of(self, entry: Entry) -> tuple[Leg, ...]:
-        source, target = located(entry.source, self.ends.source), located(entry.target, self.ends.target)
-        levels = self._free(entry.target)
-        if not levels or not entry.target.axes or target.most * entry.itemsize < _LEAST_STRIPED_BYTES:
-            return (Leg(source, target, self.ends, self.align),)
-        axis = _stripe_axis(source, target, [split for splits in levels for split in splits])
-        gathers = self._gathers.get((entry.target, axis))
-        if gathers is None:
-            places = [target]
-            for splits in levels:
-                striped = places[0].placement.split_further(axis, splits)
-                places.insert(0, located(striped, self.ends.target))
-            gathers = tuple(Leg(*pair, self._within_target, self.align) for pair in pairwise(places))
-            self._gathers[entry.target, axis] = gathers
-        return (Leg(source, gathers[0].source, self.ends, self.align), *gathers)
+        def legs_of(entry: Entry) -> tuple[Leg, ...]:
+            source, target = map(located, entry[2:], layouts)
+            levels = self._free(entry.target)
+            if not levels or not entry.target.axes or target.most * entry.itemsize < _LEAST_STRIPED_BYTES:
+                return (Leg(source, target, self.ends),)
+            axis = _stripe_axis(source, target, [*chain(*levels)])
+            if (entry.target, axis) not in gathers:
+                places = [target]
+                for splits in levels:
+                    places.insert(0, located(places[0].placement.split_further(axis, splits), layouts[1]))
+                legs = [Leg(*pair, within) for pair in pairwise(places)]
+                gathers[entry.target, axis] = legs
+            legs = gathers[entry.target, axis]
+            return (Leg(source, legs[0].source, self.ends), *legs)
+
+        known = {entry[1:]: entry for entry in self.entries}
+        legs = {key: legs_of(entry) for key, entry in known.items()}
+        return [legs[entry[1:]] for entry in self.entries]
 
     def _free(self, target: Placement) -> Levels:
         """Return `stripes` along the dims along which ranks have copies, if the target can be split along them as well."""
@@ -528,21 +485,20 @@ class Plan:
 
     def rounds(self) -> list[list[Slice]]:
         """Return what is sent at once, in order. A round needs what the one before it sends only if nothing else is left."""
-        if self._rounds is None:
-            self._rounds = self._find_rounds()
         return self._rounds
 
-    def _find_rounds(self) -> list[list[Slice]]:
-        sizes: dict[tuple[int, Placement, Placement], tuple[int, int]] = {}
-        for entry in self.entries:
-            if entry[1:] not in sizes:
-                legs, itemsize = self.legs(entry), entry.itemsize
-                chunks = max(leg.chunks(itemsize, self.bucket_bytes) for leg in legs)
-                sizes[entry[1:]] = chunks, max(leg.most(itemsize, chunks) for leg in legs)
-        firsts = packed([sizes[entry[1:]] for entry in self.entries], self.bucket_bytes)
-        # The legs of a large tensor are cut at different elements, so each leg begins after the whole leg before it.
+    @cached_property
+    def _rounds(self) -> list[list[Slice]]:
+        sizes: dict[tuple[tuple[Leg, ...], int], tuple[int, int]] = {}
+        for key in zip(self.legs, self.itemsizes, strict=True):
+            if key not in sizes:
+                chunks = max(leg.chunks(key[1], self.bucket_bytes) for leg in key[0])
+                sizes[key] = chunks, max(leg.most(key[1], chunks) for leg in key[0])
+        firsts = packed(
+            [sizes[key] for key in zip(self.legs, self.itemsizes, strict=True)], self.bucket_bytes
+        )
         batches = [[*batch] for _, batch in groupby(firsts, lambda first: first[0].entry)]
-        legs = max((len(self.legs(entry)) for entry in self.entries), default=1)
+        legs = max(map(len, self.legs), default=1)
         rounds: list[list[Slice]] = []
         # One batch's leg is sent at the same time as the leg before it of the next batch.
         for number in range(len(batches) + legs - 1):
@@ -555,104 +511,91 @@ class Plan:
         return rounds
 
     def _rounds_of(self, batch: list[list[Slice]], leg: int) -> list[list[Slice]]:
-        """Return the rounds in which a batch is sent on one leg."""
-        first = batch[0][0]
-        if first.chunks > 1:
-            entry = self.entries[first.entry]
-            legs = self.legs(entry)
-            if leg >= len(legs):
-                return []
-            chunks = legs[leg].chunks(entry.itemsize, self.bucket_bytes)
-            return [[Slice(first.entry, leg, chunk, chunks)] for chunk in range(chunks)]
-        return [
-            [part._replace(leg=leg) for part in one if leg < len(self.legs(self.entries[part.entry]))]
-            for one in batch
-        ]
+        """Return the rounds of a leg of a batch: of entries that are sent together, or of a large entry.
+
+        The legs of a large entry are cut at different elements, so each leg begins after the whole leg before it.
+        """
+        legs, (number, _, _, chunks) = self.legs, batch[0][0]
+        if chunks > 1 and leg < len(legs[number]):
+            chunks = legs[number][leg].chunks(self.itemsizes[number], self.bucket_bytes)
+            return [[Slice(number, leg, chunk, chunks)] for chunk in range(chunks)]
+        return [[part._replace(leg=leg) for part in one if leg < len(legs[part.entry])] for one in batch]
 
     def own(self, part: Slice, position: int, sends: bool) -> Pieces:
         """Return the pieces of a slice's leg that the rank at a position sends, or receives."""
-        leg = self.legs(self.entries[part.entry])[part.leg]
+        leg = self.legs[part.entry][part.leg]
         # The layers of a model have equal placements.
         key = leg, position, sends
         if key not in self._own:
             whose = {"sender" if sends else "receiver": position}
-            self._own[key] = pieces(leg.source, leg.target, leg.ends, align=leg.align, **whose)
+            self._own[key] = pieces(leg.source, leg.target, leg.ends, **whose)
         return self._own[key]
 
     def loads(self) -> Loads:
         """Return what each rank sends and receives."""
         total = Loads.none(self.ends.size)
-        for leg, (nbytes, count) in self.weighted_legs().items():
-            total.add(leg, nbytes, count)
+        for leg, nbytes in self.weighted_legs().items():
+            total.add(leg, nbytes)
         return total
 
-    def weighted_legs(self) -> dict[Leg, tuple[int, int]]:
-        """Return all legs, each with the bytes of an element of all its tensors together, and how many tensors there are."""
-        weights: dict[Leg, tuple[int, int]] = {}
-        for (itemsize, source, target), count in Counter(entry[1:] for entry in self.entries).items():
-            for leg in self.legs(Entry("", itemsize, source, target)):
-                nbytes, tensors = weights.get(leg, (0, 0))
-                weights[leg] = nbytes + itemsize * count, tensors + count
+    def weighted_legs(self) -> Counter[Leg]:
+        """Return all legs, each with the bytes of an element of all its tensors together."""
+        weights: Counter[Leg] = Counter()
+        for legs, itemsize in zip(self.legs, self.itemsizes, strict=True):
+            for leg in legs:
+                weights[leg] += itemsize
         return weights
 
 
 @final
 @dataclass
 class Loads:
-    """Bytes by rank of a transfer. sent, received, copied: by number; `copied` stays on its rank. pieces: of all ranks."""
+    """Bytes of a transfer by the number of the rank. copied: what stays on its rank."""
 
     sent: NDArray[np.float64]
     received: NDArray[np.float64]
     copied: NDArray[np.float64]
-    pieces: int = 0
 
     @classmethod
     def none(cls, size: int) -> Loads:
         return cls(np.zeros(size), np.zeros(size), np.zeros(size))
 
-    def add(self, leg: Leg, nbytes: int, count: int, *, rows: bool = False) -> None:
-        """Add the pieces of `count` tensors.
+    def add(self, leg: Leg, nbytes: int, *, rows: bool = False) -> None:
+        """Add the pieces of tensors.
 
         nbytes: of an element of all tensors together. rows: count only what lies at one index of each piece's longest axis.
         """
         for pairs in leg.pairs():
-            self._add(pairs, leg, nbytes, count, rows)
+            self._add(pairs, leg.ends, nbytes, rows)
 
-    def _add(self, pairs: Pairs, leg: Leg, nbytes: int, count: int, rows: bool) -> None:
-        ends, holders, readers = leg.ends, len(pairs.source_copies), len(pairs.target_copies)
-        if ends.overlap and ends.nodes is not None and holders > 1:
-            # Readers choose the nearest of several holders.
-            every = pieces_of(pairs, ends, leg.align)
+    def _add(self, pairs: Pairs, ends: Ends, nbytes: int, rows: bool) -> None:
+        holders, readers = len(pairs.source_copies), len(pairs.target_copies)
+        if ends.overlap and holders > 1:
+            # Readers have what they need themselves, or choose the nearest of several holders.
+            every = pieces_of(pairs, ends)
             values, local = _values(every.begin, every.end, rows) * nbytes, every.is_local
             self.sent += np.bincount(every.source[~local], values[~local], ends.size)
             self.received += np.bincount(every.target[~local], values[~local], ends.size)
             self.copied += np.bincount(every.target[local], values[local], ends.size)
-            self.pieces += count * int((~local).sum())
             return
         values = _values(pairs.begin, pairs.end, rows) * nbytes
-        takers = np.full(len(values), readers)
+        takers: Ints | int = readers
         if ends.overlap:
             local = held_by_reader(pairs, ends)
             ranks = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
             every_value = np.broadcast_to(values[:, None], ranks.shape)
             self.received += np.bincount(ranks[~local], every_value[~local], ends.size)
             self.copied += np.bincount(ranks[local], every_value[local], ends.size)
-            takers -= local.sum(axis=1)
+            takers = readers - local.sum(axis=1)
         else:
             _spread(self.received, ends.target_ranks, pairs.target, pairs.target_copies, values)
-        # As in `pieces_of`, slice number q % slices goes out from holder q % holders.
-        for turns in np.unique(takers[takers > 0]).tolist():
-            at = takers == turns
-            begin, end, source = pairs.begin[at], pairs.end[at], pairs.source[at]
-            slices = holders // math.gcd(holders, turns) if begin.shape[1] else 1
-            cycle = slices if begin.shape[1] else holders
-            for number in range(cycle):
-                first, last = sliced(begin, end, number % slices, slices, leg.align)
-                times = len(range(number, turns * slices, holders))
-                copies = pairs.source_copies[number::cycle]
-                sent = _values(first, last, rows) * (nbytes * times)
-                _spread(self.sent, ends.source_ranks, source, copies, sent)
-                self.pieces += count * times * len(copies) * int(is_box(first, last).sum())
+        # As in `assigned`, slice number q % slices goes out from holder q % holders.
+        slices = holders // math.gcd(holders, readers) if pairs.begin.shape[1] else 1
+        cycle = slices if pairs.begin.shape[1] else holders
+        for number in range(cycle):
+            times = -((number - takers * slices) // holders)
+            values = _values(*sliced(pairs.begin, pairs.end, number % slices, slices), rows) * nbytes * times
+            _spread(self.sent, ends.source_ranks, pairs.source, pairs.source_copies[number::cycle], values)
 
 
 def _values(begin: Ints, end: Ints, rows: bool) -> Ints:
