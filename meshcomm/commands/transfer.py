@@ -119,8 +119,6 @@ def transfer(
     ]
     layouts = sides[0].layout, sides[1].layout if same_ranks else _after(sides[0].layout, sides[1].layout)
     dims = None if stripes is None else [dim.strip() for dim in stripes.split(",") if dim.strip()]
-    for dim in dims or ():
-        layouts[1].digits(dim)
     entries, rows = _entries(sides[0], sides[1], cast)
     result = cost(*layouts, entries, discovered_topology(settings[0]), dims, bucket_bytes)
     show_facts(result.facts() | {"weights": rows}, json, view)

@@ -88,8 +88,6 @@ def explain_transfer(
     Raises: PatternError and ShapeError for placements; UnknownDim for a dim that a mesh does not have; LayoutError.
     """
     layouts = _layout_of(source), _layout_of(target)
-    for dim in stripes or ():
-        layouts[1].digits(dim)
     entries = [_entry(name, tensor) for name, tensor in tensors.items()]
     return cost(*layouts, entries, _topology(topology, source), stripes, bucket_bytes)
 

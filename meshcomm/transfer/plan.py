@@ -453,24 +453,24 @@ class Plan:
         within, layouts = self.ends.within_target, (self.ends.source, self.ends.target)
         gathers: dict[tuple[Placement, int], list[Leg]] = {}
 
-        def legs_of(entry: Entry) -> tuple[Leg, ...]:
-            source, target = map(located, entry[2:], layouts)
-            levels = self._free(entry.target)
-            if not levels or not entry.target.axes or target.most * entry.itemsize < _LEAST_STRIPED_BYTES:
+        def legs_of(itemsize: int, *placements: Placement) -> tuple[Leg, ...]:
+            source, target = map(located, placements, layouts)
+            levels = self._free(target.placement)
+            if not levels or not target.placement.axes or target.most * itemsize < _LEAST_STRIPED_BYTES:
                 return (Leg(source, target, self.ends),)
             axis = _stripe_axis(source, target, [*chain(*levels)])
-            if (entry.target, axis) not in gathers:
+            if (target.placement, axis) not in gathers:
                 places = [target]
                 for splits in levels:
                     places.insert(0, located(places[0].placement.split_further(axis, splits), layouts[1]))
                 legs = [Leg(*pair, within) for pair in pairwise(places)]
-                gathers[entry.target, axis] = legs
-            legs = gathers[entry.target, axis]
+                gathers[target.placement, axis] = legs
+            legs = gathers[target.placement, axis]
             return (Leg(source, legs[0].source, self.ends), *legs)
 
-        known = {entry[1:]: entry for entry in self.entries}
-        legs = {key: legs_of(entry) for key, entry in known.items()}
-        return [legs[entry[1:]] for entry in self.entries]
+        kinds = [entry[1:] for entry in self.entries]
+        known = {kind: legs_of(*kind) for kind in dict.fromkeys(kinds)}
+        return [known[kind] for kind in kinds]
 
     def _free(self, target: Placement) -> Levels:
         """Return `stripes` along the dims along which ranks have copies, if the target can be split along them as well."""
@@ -489,22 +489,19 @@ class Plan:
 
     @cached_property
     def _rounds(self) -> list[list[Slice]]:
-        sizes: dict[tuple[tuple[Leg, ...], int], tuple[int, int]] = {}
-        for key in zip(self.legs, self.itemsizes, strict=True):
-            if key not in sizes:
-                chunks = max(leg.chunks(key[1], self.bucket_bytes) for leg in key[0])
-                sizes[key] = chunks, max(leg.most(key[1], chunks) for leg in key[0])
-        firsts = packed(
-            [sizes[key] for key in zip(self.legs, self.itemsizes, strict=True)], self.bucket_bytes
-        )
+        kinds, sizes = [*zip(self.legs, self.itemsizes, strict=True)], {}
+        for legs, itemsize in {*kinds}:
+            chunks = max(leg.chunks(itemsize, self.bucket_bytes) for leg in legs)
+            sizes[legs, itemsize] = chunks, max(leg.most(itemsize, chunks) for leg in legs)
+        firsts = packed([sizes[kind] for kind in kinds], self.bucket_bytes)
         batches = [[*batch] for _, batch in groupby(firsts, lambda first: first[0].entry)]
-        legs = max(map(len, self.legs), default=1)
+        most_legs = max(map(len, self.legs), default=1)
         rounds: list[list[Slice]] = []
         # One batch's leg is sent at the same time as the leg before it of the next batch.
-        for number in range(len(batches) + legs - 1):
+        for number in range(len(batches) + most_legs - 1):
             at_once = [
                 self._rounds_of(batches[number - leg], leg)
-                for leg in range(legs)
+                for leg in range(most_legs)
                 if 0 <= number - leg < len(batches)
             ]
             rounds += [one for turn in zip_longest(*at_once) for one in turn if one]

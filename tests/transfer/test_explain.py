@@ -32,7 +32,12 @@ def test_models_arrive_with_the_least_bytes(row: str) -> None:
     (source, target, entries), receive, send, direct = ROWS[row]
     plain = cost(source, target, entries, TopologyConfig(ranks_per_node=8), ()).facts()
     striped = cost(source, target, entries, TopologyConfig(ranks_per_node=8), ("copy",)).facts()
-    for facts in (plain, striped):
+    chosen = cost(source, target, entries, TopologyConfig(ranks_per_node=8)).facts()
+    of_chosen = chosen["seconds"]["striped" if chosen["stripes"] else "direct"]
+    # What `meshcomm.link` chooses is nearly the fastest. It needs neither speeds nor ports of copies that share no node.
+    assert of_chosen <= 1.05 * min(plain["seconds"]["direct"], striped["seconds"]["striped"])
+    assert chosen["seconds"]["bound"] <= of_chosen <= 1.2 * chosen["seconds"]["bound"]
+    for facts in (plain, striped, chosen):
         by_name = {f"{load['side']} {load['direction']}": load for load in facts["loads"]}
         assert by_name["target receives"]["bound_bytes"] / GB == pytest.approx(receive, rel=4e-3)
         assert by_name["source sends"]["bound_bytes"] / GB == pytest.approx(send, rel=4e-3)
@@ -43,7 +48,8 @@ def test_models_arrive_with_the_least_bytes(row: str) -> None:
             # These ranks also send stripes on, as much as they receive: receiving is the limit.
             assert by_name["source sends"]["max_bytes"] <= 1.001 * by_name["target receives"]["bound_bytes"]
         else:
-            assert by_name["source sends"]["ratio"] <= 1.1
+            assert by_name["source sends"]["ratio"] <= 1.1 or facts is chosen
+            assert by_name["source sends"]["ratio"] <= 1.1 or source.world_size >= target.world_size
 
 
 def test_a_large_transfer_is_planned_at_once() -> None:
