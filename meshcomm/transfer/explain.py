@@ -284,7 +284,8 @@ def _counts(times: Mapping[tuple[Leg, int], int], chunks: int) -> Iterator[tuple
         messages = pieces = 0
         packed = [np.zeros((0, 2), dtype=np.int64)]
         for of_leg, itemsize, count in every:
-            nbytes = elements_of(*sliced(of_leg.begin, of_leg.end, chunk, chunks)) * itemsize
+            boxes = sliced(*of_leg[2:], chunk, chunks) if chunks > 1 else of_leg[2:]
+            nbytes = elements_of(*boxes) * itemsize
             nbytes[of_leg.is_local] = 0
             alone = nbytes > PACKED_BYTES
             pieces += count * int((nbytes > 0).sum())

@@ -87,7 +87,7 @@ def main() -> None:
         "direct": lambda row: seconds_text(row["seconds"]["direct"]),
         "striped": lambda row: seconds_text(row["seconds"]["striped"]),
         "by default": lambda row: seconds_text(row["seconds"]["chosen"]),
-        "legs": lambda row: row["chosen"]["legs"],
+        "legs": lambda row: str(row["chosen"]["legs"]),
         "gather, broadcast": lambda row: seconds_text(row["seconds"]["gather_broadcast"]),
     }
     print(markdown(figures, map(row_of, ROWS)))
