@@ -113,19 +113,14 @@ def _shared(entries: Sequence[Entry], ends: Ends, units: Ranks, *, of_source: bo
     side is taken as one rank, because it does not matter which of its ranks have what.
     """
     apart = not np.isin(units[ends.target_ranks], units[ends.source_ranks]).any()
-    layouts = (
-        ends.source if of_source or not apart else _ONE,
-        _ONE if of_source and apart else ends.target,
-    )
+    sides = ends.source if of_source or not apart else _ONE, _ONE if of_source and apart else ends.target
     kinds: Counter[tuple[Placement, Placement]] = Counter()
     for entry in entries:
-        placements = (
-            placement.whole if layout is _ONE else placement
-            for placement, layout in zip(entry[2:], layouts, strict=True)
-        )
-        kinds[tuple(placements)] += entry.itemsize
-    for placements, itemsize in kinds.items():
-        for pairs in Leg(*map(located, placements, layouts), ends).pairs():
+        source = entry.source.whole if sides[0] is _ONE else entry.source
+        target = entry.target.whole if sides[1] is _ONE else entry.target
+        kinds[source, target] += entry.itemsize
+    for (source, target), itemsize in kinds.items():
+        for pairs in Leg(located(source, sides[0]), located(target, sides[1]), ends).pairs():
             yield _Shared(
                 pairs,
                 elements_of(pairs.begin, pairs.end) * itemsize,

@@ -318,7 +318,7 @@ def _seconds(plan: Plan, links: Machine, places: Ranks) -> float:
     apart = not np.isin(units[-1][ends.target_ranks], units[-1][ends.source_ranks]).any()
     for leg, nbytes in plan.weighted_legs().items():
         if leg.ends is ends and apart:
-            loads = Loads.none(ends.size)
+            loads = Loads(ends.size)
             loads.add(leg, nbytes)
             sent[-1] += loads.sent
             received[-1] += loads.received

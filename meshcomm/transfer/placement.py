@@ -354,7 +354,8 @@ class Cuts(NamedTuple):
     def of(self, position: int) -> Cuts:
         """Return the part that the rank at a position holds."""
         number = self.digits.coord(position)
-        return Cuts(*(values[number : number + 1] for values in self[:3]), self.digits)
+        begins, ends, offsets = (values[number : number + 1] for values in self[:3])
+        return Cuts(begins, ends, offsets, self.digits)
 
 
 class Block(NamedTuple):
@@ -404,8 +405,7 @@ class Located:
         return Cuts(begins, ends, offsets, Digits(chain(*digits)))
 
     def _copies(self, cuts: Sequence[Cuts]) -> Ints:
-        if self.placement.dims:
-            self.layout.home(self.placement.dims)
+        self.layout.home(self.placement.dims)
         present = [(self.layout.digits(dim), coords) for dim, coords in self.placement.at]
         used = [cut.digits for cut in cuts] + [digits for digits, _ in present]
         offsets = rest(used, self.layout.world_size).offsets()
@@ -426,14 +426,15 @@ class Located:
         for cuts in self._cuts:
             parts = [cut.of(position) for cut in cuts]
             spans = [(int(part.begins[0]), int(part.ends[0])) for part in parts]
-            locals_ = accumulate((end - begin for begin, end in spans), initial=0)
-            axes.append([(*span, local) for span, local in zip(spans, locals_, strict=False)])
+            places = accumulate((end - begin for begin, end in spans), initial=0)
+            axes.append([(*span, local) for span, local in zip(spans, places, strict=False)])
         return [Box(*zip(*corner, strict=True)) if corner else Box((), ()) for corner in product(*axes)]
 
     def local_shape(self, position: int) -> tuple[int, ...]:
         """Return the shape of the memory of the rank at a position, which holds its boxes without gaps."""
         # The last box has the last section of each axis.
-        return tuple(map(add, box[-1].local, box[-1].shape)) if (box := self.boxes(position)) else ()
+        last = self.boxes(position)[-1:]
+        return tuple(at + size for box in last for at, size in zip(box.local, box.shape, strict=True))
 
     @property
     def most(self) -> int:

@@ -155,7 +155,7 @@ class Ends:
         positions = layout.others(dim).offsets()[:, None] + layout.digits(dim).offsets()
         nodes = self.nodes[self.target_ranks[positions]]
         runs = (nodes.reshape(-1, count) for count in range(size, 0, -1) if size % count == 0)
-        return next(run.shape[1] for run in runs if (run == run[:, :1]).all())
+        return next(int(run.shape[1]) for run in runs if (run == run[:, :1]).all())
 
 
 def _overlaps(a: Cuts, b: Cuts) -> tuple[Ints, Ints, Ints, Ints]:
@@ -335,7 +335,8 @@ class Leg:
             pairs = pairs_of(a, b)
             rows = max(1, _MOST_ROWS // (len(a.copies) * len(b.copies)))
             for at in range(0, len(pairs.source), rows):
-                yield Pairs(*(values[at : at + rows] for values in pairs[:4]), *pairs[4:])
+                source, target, begin, end = (values[at : at + rows] for values in pairs[:4])
+                yield Pairs(source, target, begin, end, a.copies, b.copies)
 
     def chunks(self, itemsize: int, bucket_bytes: int) -> int:
         """Return in how many chunks the pieces are sent, so that a rank sends and receives at most `bucket_bytes` at once.
@@ -360,7 +361,7 @@ class Leg:
 
         A row is what lies at one index of a piece's longest axis.
         """
-        elements, rows = Loads.none(self.ends.size), Loads.none(self.ends.size)
+        elements, rows = Loads(self.ends.size), Loads(self.ends.size)
         elements.add(self, 1)
         rows.add(self, 1, rows=True)
         most = [int(max(loads.sent.max(), loads.received.max())) for loads in (elements, rows)]
@@ -401,15 +402,13 @@ def packed(sizes: Sequence[tuple[int, int]], bucket_bytes: int) -> list[list[Sli
     rounds: list[list[Slice]] = []
     full = used = bucket_bytes + 1
     for number, (chunks, most) in enumerate(sizes):
-        if chunks > 1:
-            rounds += [[Slice(number, 0, chunk, chunks)] for chunk in range(chunks)]
-            used = full
-            continue
-        if used + most > bucket_bytes:
-            rounds.append([])
-            used = 0
-        rounds[-1].append(Slice(number, 0, 0, 1))
-        used += most
+        parts = [Slice(number, 0, chunk, chunks) for chunk in range(chunks)]
+        if chunks == 1 and used + most <= bucket_bytes:
+            rounds[-1] += parts
+            used += most
+        else:
+            rounds += [[part] for part in parts]
+            used = most if chunks == 1 else full
     return rounds
 
 
@@ -530,7 +529,7 @@ class Plan:
 
     def loads(self) -> Loads:
         """Return what each rank sends and receives."""
-        total = Loads.none(self.ends.size)
+        total = Loads(self.ends.size)
         for leg, nbytes in self.weighted_legs().items():
             total.add(leg, nbytes)
         return total
@@ -545,17 +544,11 @@ class Plan:
 
 
 @final
-@dataclass
 class Loads:
-    """Bytes of a transfer by the number of the rank. copied: what stays on its rank."""
+    """Bytes of a transfer by the number of the rank, of `size` ranks. copied: what stays on its rank."""
 
-    sent: NDArray[np.float64]
-    received: NDArray[np.float64]
-    copied: NDArray[np.float64]
-
-    @classmethod
-    def none(cls, size: int) -> Loads:
-        return cls(np.zeros(size), np.zeros(size), np.zeros(size))
+    def __init__(self, size: int) -> None:
+        self.sent, self.received, self.copied = np.zeros((3, size))
 
     def add(self, leg: Leg, nbytes: int, *, rows: bool = False) -> None:
         """Add the pieces of tensors.

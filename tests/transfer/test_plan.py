@@ -141,7 +141,7 @@ def test_loads_and_rounds_are_what_all_ranks_send(block: int, monkeypatch: pytes
         bucket, packed = draw.choice([8, 40, 100, 1000]), draw.choice([4, 10, 1000])
         monkeypatch.setattr("meshcomm.transfer.explain.PACKED_BYTES", packed)
         plan = Plan(ends, entries, stripes=ends.levels(stripes), bucket_bytes=bucket)
-        loads, every = Loads.none(ends.size), {}
+        loads, every = Loads(ends.size), {}
         for number, entry in enumerate(entries):
             for turn, leg in enumerate(plan.legs[number]):
                 parts = [
