@@ -137,7 +137,7 @@ class Ends:
         if dims is None and (nodes is None or len(np.unique(nodes)) == 1 or self.overlap):
             return ()
         within, across = [], []
-        for dim in layout.expand(tuple(layout.dims if dims is None else dims)):
+        for dim in dict.fromkeys(layout.expand(tuple(layout.dims if dims is None else dims))):
             near, size = self._neighbors(dim), layout.size(dim)
             if near > 1:
                 within.append(Split(dim, near, inner=True) if near < size else Split(dim))

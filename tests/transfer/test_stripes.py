@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ import meshcomm
 from meshcomm.layout import Layout
 from meshcomm.testing import Pool
 from meshcomm.transfer import bounds, link, plan
-from meshcomm.transfer.placement import Placement
+from meshcomm.transfer.placement import Ints, Placement
 from meshcomm.transfer.plan import Ends, Entry, Plan, pieces
 from tests.transfer.pairs import random_whole, same_bits
 
@@ -60,6 +61,10 @@ def test_levels(
     assert ["".join(map(str, splits)) for splits in ends.levels(dims)] == expected
 
 
+def node_of(size: int, ranks: Ints) -> Ints:
+    return ranks // size
+
+
 @pytest.mark.parametrize("block", range(4))
 def test_every_element_enters_a_node_once(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank receives each element once, each node as few bytes as possible, and sources send equal shares."""
@@ -73,7 +78,7 @@ def test_every_element_enters_a_node_once(block: int, monkeypatch: pytest.Monkey
         n, k = draw.choice([64, 96, 41]), draw.choice([1, 8, 7])
         texts = draw.choice(["n/fsdp k", "n k/fsdp"]), draw.choice(["n/tp k", "n k/tp"])
         entry = Entry("w", 2, *(Placement.read(text, (n, k)) for text in texts))
-        ends = Ends.of(source, target, lambda ranks, node=node: ranks // node)
+        ends = Ends.of(source, target, partial(node_of, node))
         transfer = Plan(ends, [entry], stripes=ends.levels(draw.choice([None, ["copy"]])))
         assert ends.nodes is not None
         need, nodes = bounds.received([entry], ends), ends.nodes
@@ -86,11 +91,11 @@ def test_every_element_enters_a_node_once(block: int, monkeypatch: pytest.Monkey
             before = {number: memory.copy() for number, memory in held.items()}
             every = pieces(leg.source, leg.target, leg.ends)
             for giver, taker, begin, end in zip(*(values.tolist() for values in every), strict=True):
-                box = tuple(map(slice, begin, end))
-                assert before[giver][box].all(), seed
+                index = tuple(map(slice, begin, end))
+                assert before[giver][index].all(), seed
                 if giver != taker:
-                    held[taker][box] += 1
-                    nbytes = 2 * held[taker][box].size
+                    held[taker][index] += 1
+                    nbytes = 2 * held[taker][index].size
                     received[taker] += nbytes
                     entering[nodes[taker]] += nbytes * (nodes[giver] != nodes[taker])
         for at, number in enumerate(ends.target_ranks.tolist()):
@@ -172,6 +177,22 @@ def check_weights(chosen: Any, source: Any) -> None:
 
 def test_two_nodes_in_the_simulator() -> None:
     meshcomm.simulate(lambda mesh: striped(8, 4), dims={"all": 8})
+
+
+def test_copies_that_gather_have_a_version_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a node, if only they gather stripes from each other."""
+    monkeypatch.setattr(link, "nodes_of", lambda _, ranks: ranks // 2)
+
+    def program(_: meshcomm.Mesh) -> list[int]:
+        with (
+            meshcomm.init(dims={"fsdp": 4}, ranks=range(4)) as source,
+            meshcomm.init(dims={"copy": 4}, ranks=range(4, 8)) as target,
+            meshcomm.link(source, target) as chosen,
+        ):
+            copies: list[int] = chosen.weights({"w": torch.zeros(4)})._copies("copy").tolist()
+            return copies
+
+    assert meshcomm.simulate(program, dims={"all": 8}) == [[0, 0, 1, 1]] * 8
 
 
 def striped_on_process() -> None:
