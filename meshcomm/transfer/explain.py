@@ -10,7 +10,6 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshcomm.config import Config, TopologyConfig
 from meshcomm.errors import LayoutError, PatternError
@@ -21,6 +20,7 @@ from meshcomm.predict.links import Machine, machine, nodes_of, places_of
 from meshcomm.show.page import Facts, View, as_text
 from meshcomm.show.transfer import transfer_view
 from meshcomm.transfer import bounds
+from meshcomm.transfer.bounds import Sums
 from meshcomm.transfer.placement import Placement, check_pattern, placements_of
 from meshcomm.transfer.plan import (
     BUCKET_BYTES,
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from meshcomm.mesh import Mesh
 
     Side: TypeAlias = Layout | MeshPlan | Config | Mesh
-
-Sums: TypeAlias = NDArray[np.float64]
 
 
 def explain_transfer(
@@ -341,12 +339,7 @@ def _seconds(plan: Plan, links: Machine, places: Ranks) -> float:
 
 
 def _least_seconds(
-    entries: Sequence[Entry],
-    ends: Ends,
-    links: Machine,
-    places: Ranks,
-    need: Sums,
-    least: float,
+    entries: Sequence[Entry], ends: Ends, links: Machine, places: Ranks, need: Sums, least: float
 ) -> float:
     """Return the seconds that no plan goes below. See `explain_transfer`."""
     rate, seconds = float(1 / links.levels[0].beta_s), 0.0

@@ -368,6 +368,10 @@ class Block(NamedTuple):
     cuts: tuple[Cuts, ...]
     copies: Ints
 
+    def of(self, position: int | None) -> Block:
+        """Return the part that the rank at a position holds, if it holds any; all parts without a position."""
+        return self if position is None else self._replace(cuts=tuple(cut.of(position) for cut in self.cuts))
+
 
 @final
 @dataclass(frozen=True)

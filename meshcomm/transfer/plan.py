@@ -199,31 +199,16 @@ def pairs_of(a: Block, b: Block) -> Pairs:
     return Pairs(source, target, begin, end, a.copies, b.copies)
 
 
-def _of_position(block: Block, position: int | None) -> Block:
-    """Return the part of a block that the rank at a position holds, if it holds any."""
-    if position is None:
-        return block
-    return block._replace(cuts=tuple(cut.of(position) for cut in block.cuts))
-
-
 def pieces(
-    source: Located,
-    target: Located,
-    ends: Ends,
-    *,
-    sender: int | None = None,
-    receiver: int | None = None,
+    source: Located, target: Located, ends: Ends, *, sender: int | None = None, receiver: int | None = None
 ) -> Pieces:
     """Return the pieces of a tensor: each element of each rank's part of the target arrives there once.
 
     sender, receiver: positions in the source's and in the target's layout. Only the pieces that the rank there sends or receives
     are computed. A piece that a rank of both sides holds already stays local.
     """
-    parts = [
-        pieces_of(pairs_of(_of_position(a, sender), _of_position(b, receiver)), ends)
-        for a, b in product(source.blocks, target.blocks)
-    ]
-    every = joined(parts)
+    blocks = product(source.blocks, target.blocks)
+    every = joined([pieces_of(pairs_of(a.of(sender), b.of(receiver)), ends) for a, b in blocks])
     if sender is not None:
         every = every.of(every.source == ends.source_ranks[sender])
     if receiver is not None:
@@ -254,12 +239,7 @@ def pieces_of(pairs: Pairs, ends: Ends) -> Pieces:
 
 
 def assigned(
-    holders: Ints,
-    readers: Ints,
-    local: NDArray[np.bool_],
-    begin: Ints,
-    end: Ints,
-    nodes: Ints | None,
+    holders: Ints, readers: Ints, local: NDArray[np.bool_], begin: Ints, end: Ints, nodes: Ints | None
 ) -> Pieces:
     """Decide which holder of each box sends which part of it to which reader.
 
