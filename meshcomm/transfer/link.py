@@ -25,7 +25,7 @@ from meshcomm.errors import (
 from meshcomm.layout.sizes import fold, whole
 from meshcomm.mesh import Mesh, init
 from meshcomm.mesh.runtime import WORLD
-from meshcomm.transfer.agree import Part, TensorFacts, agree_on_tensor, agree_on_weights
+from meshcomm.transfer.agree import Options, Part, TensorFacts, agree_on_tensor, agree_on_weights
 from meshcomm.transfer.placement import check_pattern
 from meshcomm.transfer.plan import BUCKET_BYTES, Ends, Plan, located
 from meshcomm.transfer.run import Room, Run, Schedule
@@ -163,8 +163,6 @@ class Link:
         stripes = self._asked_stripes
         self.mesh, self.is_member, self._sides = sides.mesh, sides.mesh.is_member, sides
         self._stripes = sides.ends.default_stripes if stripes is None else tuple(stripes)
-        for dim in self._stripes:
-            sides.ends.target.digits(dim)
         # Compared with each first transfer.
         self._settings = {"bucket_bytes": self._bucket_bytes, "stripes": [*self._stripes]}
         # Agreements by this rank's call, and the number that all ranks know each of them by.
@@ -242,9 +240,9 @@ class Link:
         into:      on a rank of both sides, the target's model; `model` is then the source's.
         cast:      the dtype to which the source converts floating-point tensors before they are sent.
         only, skip: patterns of names to transfer, and not to transfer. Those of both sides count.
-        staging:   "whole": a version arrives in memory of its own, as large as this rank's parts, and the old one can be read in
+        staging:   equal on all ranks. "whole": a version arrives in memory of its own, as large as this rank's parts, and the old one can be read in
                    the meantime. "buckets": a version is written in place, and the weights are torn until it is complete.
-        atomic:    "copy": each copy of the model on the target has a version as a whole. "all": all copies together.
+        atomic:    equal on all ranks. "copy": each copy of the model on the target has a version as a whole. "all": all copies together.
         on_commit: called on ranks of the target with each version that has arrived, for caches that depend on the weights. Readers
                    wait for its end. If it raises an error, that rank refuses to be read, and every rank raises TransferFailed.
         Called by: every rank of both sides.
@@ -257,16 +255,16 @@ class Link:
             if self._sides.position(side) is not None:
                 given = into if side == "target" and self._sides.source is not None else model
                 models[side] = {} if given is None else given
-        filters = None if only is None else tuple(only), tuple(skip)
-        weights = Weights(models, filters, cast, staging, atomic, on_commit, lazy=WORLD.get() is not None)
+        options = Options(None if only is None else tuple(only), tuple(skip), cast)
+        weights = Weights(models, options, staging, atomic, on_commit, lazy=WORLD.get() is not None)
         self._agree(weights)
         self._weights.append(weights)
         return weights
 
     def _agree(self, weights: Weights) -> None:
         with self._sides.calling():
-            settings = {**self._settings, "atomic": weights.atomic}
-            agreement = agree_on_weights(self._sides, weights.manifests(self._sides), settings)
+            settings = {**self._settings, "staging": weights.staging, "atomic": weights.atomic}
+            agreement = agree_on_weights(self._sides, weights.rows(self._sides), weights.options, settings)
             self._count += 1
             weights.connect(self._sides, self._plan(agreement.entries), agreement, self._count)
 
@@ -296,7 +294,7 @@ class Link:
     ) -> TensorFacts:
         """Return what this rank brings to a transfer, or why it cannot take part, which all ranks learn."""
         problems = []
-        parts: dict[SideName, Part] = {}
+        parts: dict[SideName, tuple[Any, ...]] = {}
         memory: list[Tensor] = []
         if out is not None and into is not None:
             problems.append("passed both out and into, which are the same argument")
@@ -311,7 +309,7 @@ class Link:
                     facts = None
                     if pattern is None and isinstance(tensor, Tensor):
                         facts = placement_of(tensor, mesh.layout, mesh.rank).facts()
-                    parts[side] = Part(facts, tuple(memory[-1].shape), memory[-1].dtype)
+                    parts[side] = (*Part(facts, tuple(memory[-1].shape), memory[-1].dtype),)
             except MeshcommError as error:
                 problems.append(f"{error.what}: {error.given}")
         try:
@@ -328,7 +326,7 @@ class Link:
         # Sizes of an unknown type are a problem, which is text.
         known = {} if problems else sizes
         text = None if pattern is None else str(pattern)
-        return TensorFacts(text, known, self._settings, parts, tuple(problems), shared)
+        return TensorFacts(text, known, self._settings, parts, problems, shared)
 
     def _memory(self, name: str, tensor: Any, pattern: object) -> Tensor:
         """Return this rank's memory for a tensor. Raises ShapeError, AutogradError and LayoutError."""

@@ -30,7 +30,7 @@ from meshcomm.errors import (
 from meshcomm.layout.names import listed
 from meshcomm.layout.sizes import whole
 from meshcomm.mesh import Mesh
-from meshcomm.transfer.agree import Agreement, Manifest, Row
+from meshcomm.transfer.agree import Agreement, Options, Row
 from meshcomm.transfer.changes import marks_of, places_of
 from meshcomm.transfer.decisions import Decisions
 from meshcomm.transfer.fused import Kept
@@ -40,7 +40,7 @@ from meshcomm.transfer.plan import Plan, located
 from meshcomm.transfer.readers import Readers
 from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import Cause, SideName, Sides
-from meshcomm.transfer.tensors import Cutout, Parted, Region, memory_of, placement_of, regions
+from meshcomm.transfer.tensors import Cutout, Parted, Region, base_of, memory_of, placement_of, regions
 from meshcomm.transport.torch_private import await_at_exit
 
 Staging: TypeAlias = Literal["whole", "buckets"]
@@ -61,10 +61,10 @@ def rows_of(tensors: Mapping[str, Parted], mesh: Mesh) -> list[Row]:
     first_of: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         memory = memory_of(tensor)
-        # Two tensors without elements, or without memory, are not tied.
+        # Different tensors without elements have no memory that tells them apart.
         cut = tensor.cut if isinstance(tensor, Cutout) else None
-        place = memory.data_ptr(), memory.storage_offset(), (*memory.shape, *memory.stride()), cut
-        tied = first_of.setdefault(place, name) if memory.numel() else name
+        own = (*memory.shape, *memory.stride()) if memory.numel() else id(base_of(tensor))
+        tied = first_of.setdefault((memory.data_ptr(), memory.storage_offset(), own, cut), name)
         facts, problem = None, ""
         try:
             facts = placement_of(tensor, mesh.layout, mesh.rank).facts()
@@ -174,15 +174,14 @@ class Weights:
     def __init__(
         self,
         models: Mapping[SideName, Model],
-        filters: tuple[tuple[str, ...] | None, tuple[str, ...]],
-        cast: torch.dtype | None,
+        options: Options,
         staging: Staging,
         atomic: Atomic,
         on_commit: Callable[[int], object] | None,
         lazy: bool,
     ) -> None:
-        self._models, self._filters, self._cast, self._staging = models, filters, cast, staging
-        self.atomic, self._on_commit, self._lazy = atomic, on_commit, lazy
+        self._models, self.options, self.staging, self.atomic = models, options, staging, atomic
+        self._on_commit, self._lazy = on_commit, lazy
         self.version: int | None = None
         self._torn = "no version has arrived"
         self._readers = Readers()
@@ -191,20 +190,17 @@ class Weights:
         self._copied: dict[int, Room] = {}
         self._before: dict[str, Any] = {}
 
-    def manifests(self, sides: Sides) -> dict[SideName, Manifest]:
-        """Return what this rank brings to each side that it is on."""
+    def rows(self, sides: Sides) -> dict[SideName, list[Row]]:
+        """Return what this rank says about its tensors on each side that it is on."""
         tensors = {side: tensors_of(model) for side, model in self._models.items()}
         rows = {
             side: rows_of(held, mesh)
             for side, held in tensors.items()
             if (mesh := sides.own(side)) is not None
         }
-        if self._staging == "buckets" and len(rows) == 2:
+        if self.staging == "buckets" and len(rows) == 2:
             rows["target"] = _overlaps_named(sides, rows, tensors)
-        return {
-            side: Manifest(of_side, *self._filters, self._cast if side == "source" else None)
-            for side, of_side in rows.items()
-        }
+        return rows
 
     def connect(self, sides: Sides, plan: Plan, agreement: Agreement, number: int) -> None:
         """Use a link, on which all ranks have agreed on these tensors. number: of the agreement, among those on the link."""
@@ -218,7 +214,7 @@ class Weights:
             self._look(side)
             self._places[side] = places_of(self._tensors[side])
         self._sources, self._targets = self._rooms("source"), self._rooms("target")
-        self._spare = _spare(self._targets) if self._staging == "whole" else {}
+        self._spare = _spare(self._targets) if self.staging == "whole" else {}
         self._copied = {}
         self._schedule = Schedule(plan, sides)
         self._run = Run(self._schedule, self._sources, self._spare or self._targets)
@@ -423,7 +419,7 @@ class Weights:
         )
 
     def _move(self, version: int) -> None:
-        if self._sides.target is not None and self._staging == "buckets":
+        if self._sides.target is not None and self.staging == "buckets":
             with self._readers.writing(self._timeout_s):
                 if (cause := self._decisions.write()) is not None:
                     raise self._failure(cause, version)
@@ -509,7 +505,7 @@ class Weights:
         """Let no rank use the version, and raise the error that says why: that of the first rank that failed."""
         cause = self._cause(error)
         first, is_written = self._decisions.abort(cause)
-        if is_written and self._staging == "buckets":
+        if is_written and self.staging == "buckets":
             self._tear(f"{cause.what}, when ranks of this copy may have begun to write the next version")
         if not isinstance(error, MeshcommError | TimeoutError):
             raise error
