@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias, final
 from weakref import WeakSet
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshcomm.comm.checks import share_memory
+from meshcomm.comm.checks import check_input, share_memory
 from meshcomm.errors import (
     CommunicationError,
     LayoutError,
@@ -60,14 +61,14 @@ def rows_of(tensors: Mapping[str, Parted], mesh: Mesh) -> list[Row]:
     rows: list[Row] = []
     first_of: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        memory = memory_of(tensor)
-        # Different tensors without elements have no memory that tells them apart.
-        cut = tensor.cut if isinstance(tensor, Cutout) else None
-        own = (*memory.shape, *memory.stride()) if memory.numel() else id(base_of(tensor))
-        tied = first_of.setdefault((memory.data_ptr(), memory.storage_offset(), own, cut), name)
-        facts, problem = None, ""
+        facts, tied, problem, memory = None, name, "", memory_of(tensor)
         try:
+            check_input(memory, ("cpu", mesh.device.type), partial(str, "link.weights()"), None)
             facts = placement_of(tensor, mesh.layout, mesh.rank).facts()
+            # Different tensors without elements have no memory that tells them apart.
+            own = (*memory.shape, *memory.stride()) if memory.numel() else id(base_of(tensor))
+            cut = tensor.cut if isinstance(tensor, Cutout) else None
+            tied = first_of.setdefault((memory.data_ptr(), memory.storage_offset(), own, cut), name)
         except MeshcommError as error:
             problem = f"{error.what}: {error.given}"
         rows.append(Row(name, memory.dtype, facts, tied, problem))
@@ -530,7 +531,7 @@ def _overlaps_named(
 ) -> list[Row]:
     """Return the rows of the target, with a problem for each tensor that is written in place over another part of the source."""
     sent = {row.name: row for row in rows["source"]}
-    held = {name: memory_of(tensor) for name, tensor in tensors["source"].items()}
+    held = {name: memory_of(tensors["source"][name]) for name, row in sent.items() if not row.problem}
 
     def boxes_of(side: SideName, row: Row) -> list[Box]:
         where = located(Placement.of_facts(row.placement), sides.layout(side))
