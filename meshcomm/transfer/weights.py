@@ -6,7 +6,7 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias, final
@@ -36,12 +36,20 @@ from meshcomm.transfer.changes import marks_of, places_of
 from meshcomm.transfer.decisions import Decisions
 from meshcomm.transfer.fused import Kept
 from meshcomm.transfer.naming import stored_parts
-from meshcomm.transfer.placement import Box, Placement
 from meshcomm.transfer.plan import Plan, located
 from meshcomm.transfer.readers import Readers
 from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import Cause, SideName, Sides
-from meshcomm.transfer.tensors import Cutout, Parted, Region, base_of, memory_of, placement_of, regions
+from meshcomm.transfer.tensors import (
+    Cutout,
+    Parted,
+    Region,
+    base_of,
+    memory_of,
+    own_regions,
+    placement_of,
+    regions,
+)
 from meshcomm.transport.torch_private import await_at_exit
 
 Staging: TypeAlias = Literal["whole", "buckets"]
@@ -92,21 +100,24 @@ class Push:
         if not lazy:
             run = copy_context().run
             self._thread = threading.Thread(
-                target=run, args=(self._carry,), name="meshcomm-push", daemon=True
+                target=run, args=(self._carry_quietly,), name="meshcomm-push", daemon=True
             )
             _PUSHES.add(self)
             self._thread.start()
 
-    def _carry(self) -> None:
+    def carry(self) -> int:
+        """Carry the push out; return its version, or raise its error."""
         try:
-            self._weights._carry(self)
-        except BaseException as error:  # raised by `wait`
-            self._end(error)
-        else:
-            self._end(None)
+            return self._weights._carry(self)
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._done = True
 
-    def _end(self, error: BaseException | None) -> None:
-        self._error, self._done = error, True
+    def _carry_quietly(self) -> None:
+        with suppress(BaseException):  # raised by `wait`
+            self.carry()
 
     def settle(self) -> None:
         """Block until the push no longer uses the link."""
@@ -115,7 +126,7 @@ class Push:
                 self._thread.join()
         elif not self._done:
             self._weights._check_alone()
-            self._carry()
+            self._carry_quietly()
 
     def wait(self) -> None:
         """Block until the target has the version, or the transfer has failed.
@@ -200,7 +211,7 @@ class Weights:
             if (mesh := sides.own(side)) is not None
         }
         if self.staging == "buckets" and len(rows) == 2:
-            rows["target"] = _overlaps_named(sides, rows, tensors)
+            rows["target"] = _overlaps_named(rows, tensors)
         return rows
 
     def connect(self, sides: Sides, plan: Plan, agreement: Agreement, number: int) -> None:
@@ -295,13 +306,10 @@ class Weights:
             for number_of, room in self._copied.items():
                 _copy(self._sources[number_of], room)
         else:
-            self._copied, self._before = {}, self._marks()
+            self._copied, self._before = {}, marks_of(self._tensors["source"])
         push = Push(self, number, problem, self._lazy or self._sides.target is not None)
         self._sides.use.push = push
         return push
-
-    def _marks(self) -> dict[str, Any]:
-        return marks_of(self._tensors["source"])
 
     def _check_alone(self) -> None:
         if self._sides.target is not None:
@@ -337,15 +345,7 @@ class Weights:
                 given="pull()",
                 expected="push(version=...) first",
             )
-        try:
-            version = self._carry(push)
-        except BaseException as error:
-            if push is not None:
-                push._end(error)
-            raise
-        if push is not None:
-            push._end(None)
-        return version
+        return self._carry(None) if push is None else push.carry()
 
     @contextmanager
     def reading(self) -> Iterator[int]:
@@ -434,7 +434,7 @@ class Weights:
         """Raise SourceChanged on every rank if a source tensor is another than when it was pushed."""
         changed = []
         if self._before:
-            now = self._marks()
+            now = marks_of(self._tensors["source"])
             changed = [name for name, mark in self._before.items() if now[name] != mark]
         if self._sides.meet(f"the end of {self._call}", len(changed))[0]:
             names = sorted({name for names in self._sides.of_all(changed) for name in names})
@@ -527,22 +527,21 @@ class Weights:
 
 
 def _overlaps_named(
-    sides: Sides, rows: Mapping[SideName, list[Row]], tensors: Mapping[SideName, Mapping[str, Parted]]
+    rows: Mapping[SideName, list[Row]], tensors: Mapping[SideName, Mapping[str, Parted]]
 ) -> list[Row]:
     """Return the rows of the target, with a problem for each tensor that is written in place over another part of the source."""
     sent = {row.name: row for row in rows["source"]}
     held = {name: memory_of(tensors["source"][name]) for name, row in sent.items() if not row.problem}
 
-    def boxes_of(side: SideName, row: Row) -> list[Box]:
-        where = located(Placement.of_facts(row.placement), sides.layout(side))
-        return where.boxes(sides.layout(side).position(sides.mesh.rank))
+    def boxes_of(side: SideName, name: str) -> list[Any]:
+        return [region.box[:2] for region in own_regions(tensors[side][name])]
 
     def problem_of(row: Row) -> str:
         room, other = memory_of(tensors["target"][row.name]), sent.get(row.name)
         if row.problem or not room.numel():
             return row.problem
         same = other is not None and not other.problem and room.is_set_to(held[row.name])
-        if same and boxes_of("source", sent[row.name]) == boxes_of("target", row):
+        if same and boxes_of("source", row.name) == boxes_of("target", row.name):
             return ""
         over = [name for name, memory in held.items() if memory.numel() and share_memory(room, memory)]
         return f'it shares memory with {over[0]} of the source, which staging="whole" allows' if over else ""
