@@ -71,7 +71,9 @@ def rows_of(tensors: Mapping[str, Parted], mesh: Mesh) -> list[Row]:
     for name, tensor in tensors.items():
         facts, tied, problem, memory = None, name, "", memory_of(tensor)
         try:
-            check_input(memory, ("cpu", mesh.device.type), partial(str, "link.weights()"), None)
+            # Weights on another device than the link's pass through its buckets.
+            kinds = () if memory.is_meta else (memory.device.type,)
+            check_input(memory, kinds, partial(str, "link.weights()"), None)
             facts = placement_of(tensor, mesh.layout, mesh.rank).facts()
             # Different tensors without elements have no memory that tells them apart.
             own = (*memory.shape, *memory.stride()) if memory.numel() else id(base_of(tensor))
