@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -21,8 +21,9 @@ _HINTS: Final = {
     "weights": "only= and skip= choose names, cast= the dtype; state dicts of both models have the same names",
 }
 
-# What the settings of `Link.weights` may be.
-_CHOICES: Final = {"staging": ("whole", "buckets"), "atomic": ("copy", "all")}
+Staging: TypeAlias = Literal["whole", "buckets"]
+Atomic: TypeAlias = Literal["copy", "all"]
+_CHOICES: Final = {"staging": get_args(Staging), "atomic": get_args(Atomic)}
 
 
 # -- one tensor -----------------------------------------------------------------------------------------

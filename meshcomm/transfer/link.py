@@ -33,7 +33,8 @@ from meshcomm.transfer.tensors import memory_of, placement_of, regions
 
 if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats
-    from meshcomm.transfer.weights import Atomic, Model, Staging, Weights
+    from meshcomm.transfer.agree import Atomic, Staging
+    from meshcomm.transfer.weights import Model, Weights
 
 # How many agreements a rank remembers. A call like a forgotten one agrees again.
 _MOST_AGREED = 1000

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 from weakref import WeakSet
 
 import numpy as np
@@ -31,7 +31,7 @@ from meshcomm.errors import (
 from meshcomm.layout.names import listed
 from meshcomm.layout.sizes import whole
 from meshcomm.mesh import Mesh
-from meshcomm.transfer.agree import Agreement, Options, Row
+from meshcomm.transfer.agree import Agreement, Atomic, Options, Row, Staging
 from meshcomm.transfer.changes import marks_of, places_of
 from meshcomm.transfer.decisions import Decisions
 from meshcomm.transfer.fused import Kept
@@ -52,8 +52,6 @@ from meshcomm.transfer.tensors import (
 )
 from meshcomm.transport.torch_private import await_at_exit
 
-Staging: TypeAlias = Literal["whole", "buckets"]
-Atomic: TypeAlias = Literal["copy", "all"]
 Model: TypeAlias = nn.Module | Mapping[str, Parted]
 
 
@@ -563,20 +561,14 @@ def _copy(room: Room, into: Room) -> None:
 
 def _spare(rooms: Mapping[int, Room], wire: bool = False) -> dict[int, Room]:
     """Return newly allocated memory for the same boxes. wire: of the dtypes that are sent."""
+
+    def beside(region: Region, dtype: torch.dtype) -> Region:
+        held = torch.empty(region.box.shape, dtype=dtype, device=region.held.device)
+        return Region(region.box, held)
+
     return {
         number: Room(
-            [
-                Region(
-                    region.box,
-                    torch.empty(
-                        region.box.shape,
-                        dtype=room.dtype if wire else region.held.dtype,
-                        device=region.held.device,
-                    ),
-                )
-                for region in room.regions
-            ],
-            room.dtype,
+            [beside(region, room.dtype if wire else region.held.dtype) for region in room.regions], room.dtype
         )
         for number, room in rooms.items()
     }
