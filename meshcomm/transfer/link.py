@@ -303,7 +303,7 @@ class Link:
                     facts = None
                     if pattern is None and isinstance(tensor, Tensor):
                         facts = placement_of(tensor, mesh.layout, mesh.rank).facts()
-                    parts[side] = (*Part(facts, tuple(memory[-1].shape), memory[-1].dtype),)
+                    parts[side] = tuple(Part(facts, tuple(memory[-1].shape), memory[-1].dtype))
             except MeshcommError as error:
                 problems.append(f"{error.what}: {error.given}")
         try:

@@ -131,7 +131,7 @@ def meet(
         np.array([numbers[of, rank] for rank in layouts[of].ranks.tolist()]) for of in BOTH
     )
     ends = Ends(layouts["source"], layouts["target"], of_source, of_target)
-    return Sides(link, ends, *(mesh if of == side else None for of in BOTH))
+    return Sides(link, ends, mesh if side == "source" else None, mesh if side == "target" else None)
 
 
 @dataclass(frozen=True)
