@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
-from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from meshcomm.mesh.agree import Agreed, agree, leave_together
 from meshcomm.mesh.devices import check_backends
 from meshcomm.mesh.groups import GroupMaker
 from meshcomm.mesh.mesh import Mesh
+from meshcomm.mesh.opening import change_torch, topology_of
 from meshcomm.mesh.rank_failure import end_by
 from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.mesh.runtime import WORLD
@@ -40,7 +40,6 @@ from meshcomm.rendezvous.store import prefixed, store_failed
 from meshcomm.transport import SoloTransport, Transport
 from meshcomm.transport.connections import Connections
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_changes import changed
 from meshcomm.transport.variables import SHARED, check_interfaces
 
 DIM: Final = "link"
@@ -83,10 +82,7 @@ def across(
     try:
         with ExitStack() as opening:
             opening.enter_context(resources)
-            put_back = changed()
-            resources.callback(put_back)
-            # Of a mesh that is dropped without `close`, too.
-            finalize(resources, put_back).atexit = False
+            change_torch(resources)
             _claimed(held.store, name, rank)
             agreed = _agreed(held.store, name, rank, plan)
             state = _created(held, name, rank, plan, device, agreed, _host(store, held.store))
@@ -209,7 +205,7 @@ def _created(
         label=mine.label,
         mine=mine,
         device=device,
-        topology=partial(_topology, agreed),
+        topology=partial(topology_of, TopologyConfig(), agreed),
         transports=transports,
         watch=watch,
         validate_calls=compared,
@@ -234,9 +230,3 @@ def _launch(of_job: Launch, rank: int, world_size: int, agreed: Agreed) -> Launc
     """Return how the groups connect: on one host, by its loopback interface."""
     one_host = agreed.ranks_per_host == world_size
     return replace(of_job, rank=rank, world_size=world_size, local_size=world_size if one_host else 1)
-
-
-def _topology(agreed: Agreed) -> TopologyConfig:
-    from meshcomm.predict.links import discovered
-
-    return discovered(TopologyConfig(), os.environ, agreed.ranks_per_host, agreed.nodes)

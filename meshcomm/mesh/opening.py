@@ -332,10 +332,7 @@ def _placed(attempt: _Attempt) -> tuple[Held, int]:
     """
     meeting, world = attempt.meeting, attempt.job.world
     if world is None:
-        put_back = changed()
-        attempt.resources.callback(put_back)
-        # Of a mesh that is dropped without `close`, too.
-        finalize(attempt.resources, put_back).atexit = False
+        change_torch(attempt.resources)
     try:
         claim(meeting.store, attempt.job.met.rank, kept=meeting.kept or bool(attempt.generation.number))
         number = attempt.of_generation(meeting.store).add(keys.OPENED.format(meeting.rank), 1)
@@ -353,6 +350,14 @@ def _placed(attempt: _Attempt) -> tuple[Held, int]:
     attempt.resources.callback(aborts.clear)
     store = attempt.of_generation(meeting.store if connections is None else meeting.store.clone())
     return Held(prefixed(prefix, store), prefix, connections, attempt.resources, aborts), number
+
+
+def change_torch(resources: ExitStack) -> None:
+    """Replace functions of torch until these resources of a mesh are closed."""
+    put_back = changed()
+    resources.callback(put_back)
+    # Of a mesh that is dropped without `close`, too.
+    finalize(resources, put_back).atexit = False
 
 
 # -- second: agree --------------------------------------------------------------------------------------
@@ -453,7 +458,11 @@ def _created(
     meeting, settings, world, (plan, device) = attempt.meeting, attempt.settings, attempt.job.world, planned
     label = plan.layout.label(meeting.rank)
     mine = plan.for_rank(meeting.rank) if meeting.rank in plan.layout else None
-    topology = partial(_topology, settings, None if meeting.is_fake else agreed, world is not None)
+    topology: Callable[[], TopologyConfig] = (
+        partial(topology_of, settings.topology, None if meeting.is_fake else agreed)
+        if world is None
+        else lambda: settings.topology
+    )
     # Two generations of a simulated world never share groups.
     number = attempt.generation.number
     prefix = f"generation{number}/{held.prefix}" if world is not None and number else held.prefix
@@ -535,13 +544,11 @@ def _warn_of_places(plan: Plan, topology: TopologyConfig) -> None:
         warnings.warn(str(finding), ScatteredRanks, stacklevel=6)
 
 
-def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> TopologyConfig:
-    if simulated:
-        return settings.topology
+def topology_of(given: TopologyConfig, agreed: Agreed | None) -> TopologyConfig:
+    """Return [topology], with what the ranks have found out about their hosts."""
     from meshcomm.predict.links import discovered
 
-    places = (None, ()) if agreed is None else (agreed.ranks_per_host, agreed.nodes)
-    return discovered(settings.topology, os.environ, *places)
+    return discovered(given, os.environ, *((None, ()) if agreed is None else agreed[1:]))
 
 
 def _refused(meeting: Meeting, last: float) -> MeshcommError | None:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -21,6 +21,10 @@ _HINTS: Final = {
     "weights": "only= and skip= choose names, cast= the dtype; state dicts of both models have the same names",
 }
 
+Staging: TypeAlias = Literal["whole", "buckets"]
+Atomic: TypeAlias = Literal["copy", "all"]
+_CHOICES: Final = {"staging": get_args(Staging), "atomic": get_args(Atomic)}
+
 
 # -- one tensor -----------------------------------------------------------------------------------------
 
@@ -34,38 +38,24 @@ class Part(NamedTuple):
 
 
 class TensorFacts(NamedTuple):
-    """What a rank brings to `Link.transfer`.
+    """What a rank brings to `Link.transfer`, as plain data.
 
-    pattern, sizes: as given. settings: of the link. parts: by side. problems: why this rank cannot take part.
+    pattern, sizes: as given. settings: of the link. parts: a Part for each side. problems: why this rank cannot take part.
     shared: whether x and out have the same memory ("all") or overlap in another way ("some"), else "".
     """
 
     pattern: str | None
     sizes: dict[str, int]
     settings: dict[str, Any]
-    parts: dict[SideName, Part]
-    problems: tuple[str, ...]
+    parts: dict[SideName, tuple[Any, ...]]
+    problems: list[str]
     shared: str = ""
-
-    def plain(self) -> list[Any]:
-        """Return the facts as lists, for other processes."""
-        pattern, sizes, settings, parts, problems, shared = self
-        return [pattern, sizes, settings, {side: [*part] for side, part in parts.items()}, problems, shared]
-
-    @classmethod
-    def of_plain(cls, plain: Any) -> TensorFacts:
-        """Return the facts from lists, which another process has sent."""
-        pattern, sizes, settings, parts, problems, shared = plain
-        by_side = {
-            side: Part(placement, tuple(shape), dtype) for side, (placement, shape, dtype) in parts.items()
-        }
-        return cls(pattern, sizes, settings, by_side, tuple(problems), shared)
 
 
 def agree_on_tensor(sides: Sides, mine: TensorFacts) -> tuple[Entry, torch.dtype]:
     """Return the entry for one tensor. Called by: every rank of the link. Raises TransferMismatch on every rank."""
-    facts = [TensorFacts.of_plain(plain) for plain in sides.of_all(mine.plain())]
-    reasons = by_value([fact.problems for fact in facts])
+    facts = [TensorFacts(*plain) for plain in sides.of_all([*mine])]
+    reasons = by_value([tuple(fact.problems) for fact in facts])
     problems = [
         f"{sides.ranks(numbers)}: {problem}" for reason, numbers in reasons.items() for problem in reason
     ]
@@ -77,7 +67,7 @@ def agree_on_tensor(sides: Sides, mine: TensorFacts) -> tuple[Entry, torch.dtype
     placements: dict[SideName, Placement] = {}
     dtypes: dict[SideName, torch.dtype] = {}
     for side in BOTH if not problems else ():
-        parts = [facts[number].parts[side] for number in sides.numbers(side)]
+        parts = [Part(*facts[number].parts[side]) for number in sides.numbers(side)]
         try:
             placements[side] = _placement(sides, side, facts[0], parts, problems)
         except MeshcommError as error:
@@ -101,13 +91,8 @@ def _placement(
 ) -> Placement:
     """Return the placement of a side's tensor; add what its ranks differ in to `problems`."""
     layout = sides.layout(side)
-    for what, differing in (
-        ("the placement", by_value(parts, lambda part: repr(part.placement))),
-        ("the dtype", by_value(parts, lambda part: part.dtype)),
-    ):
-        if len(differing) > 1:
-            listed = [f"{value} on {sides.ranks_of(side, at)}" for value, at in differing.items()]
-            problems.append(f"{what} differs: {', '.join(listed)}")
+    problems += sides.differences("the placement", [part.placement for part in parts], side)
+    problems += sides.differences("the dtype", [part.dtype for part in parts], side)
     if facts.pattern is None:
         placement = Placement.of_facts(parts[0].placement)
     else:
@@ -171,26 +156,12 @@ class Row(NamedTuple):
     problem: str = ""
 
 
-class Manifest(NamedTuple):
-    """What a rank brings to `Link.weights` on one side. only, skip: patterns of names. cast: of the source, or None."""
+class Options(NamedTuple):
+    """What a side chooses in `Link.weights`. only, skip: patterns of names. cast: the dtype that the source sends."""
 
-    rows: list[Row]
     only: tuple[str, ...] | None
     skip: tuple[str, ...]
-    cast: torch.dtype | None = None
-
-    def plain(self) -> Any:
-        """Return the manifest as lists, for other processes."""
-        return [[[*row] for row in self.rows], self.only, self.skip, self.cast]
-
-    def hash(self) -> str:
-        """Return a text that is equal for equal manifests."""
-        return hashlib.sha256(repr(self.plain()).encode()).hexdigest()
-
-    @classmethod
-    def of_plain(cls, plain: Any) -> Manifest:
-        rows, only, skip, cast = plain
-        return cls([Row(*row) for row in rows], only, skip, cast)
+    cast: torch.dtype | None
 
 
 class Agreement(NamedTuple):
@@ -205,26 +176,36 @@ class Agreement(NamedTuple):
 
 
 def agree_on_weights(
-    sides: Sides, mine: Mapping[SideName, Manifest], settings: Mapping[str, Any]
+    sides: Sides, mine: Mapping[SideName, Sequence[Row]], options: Options, settings: Mapping[str, Any]
 ) -> Agreement:
     """Return the tensors that both sides transfer. Called by: every rank of the link.
 
-    settings: what must be equal on all ranks. Equal manifests are sent once.
-    Raises TransferMismatch on every rank.
+    mine: this rank's rows on each side that it is on. Equal rows of several ranks are sent once. options: equal on the ranks of
+    each side. settings: equal on all ranks. Raises TransferMismatch on every rank.
     """
     sides.meet("link.weights()")
-    hashes = {side: manifest.hash() for side, manifest in mine.items()}
-    records = sides.of_all([hashes, dict(settings)])
+    records = sides.of_all([{side: _hash(rows) for side, rows in mine.items()}, [*options], dict(settings)])
     problems = [
-        text for name in settings for text in sides.differences(name, [record[1][name] for record in records])
+        text for name in settings for text in sides.differences(name, [record[2][name] for record in records])
     ]
-    manifests = {
-        side: _manifests(sides, side, [record[0].get(side, "") for record in records], mine, problems)
-        for side in BOTH
-    }
-    tensors = {side: _of_side(sides, side, manifests[side], problems) for side in BOTH}
+    for name, choices in _CHOICES.items():
+        if records[0][2][name] not in choices:
+            problems.append(f"{name}={records[0][2][name]!r}, which is neither {' nor '.join(choices)}")
+    chosen: dict[SideName, Options] = {}
+    rows: dict[SideName, list[_Shared]] = {}
+    for side in BOTH:
+        of_side = [records[number] for number in sides.numbers(side)]
+        given = [Options(*record[1]) for record in of_side]
+        for name in ("only", "skip", "cast") if side == "source" else ("only", "skip"):
+            problems += sides.differences(f"{name}=", [getattr(each, name) for each in given], side)
+        chosen[side] = given[0]
+        rows[side] = _received(sides, side, [record[0][side] for record in of_side], mine)
+    cast = chosen["source"].cast
+    if cast is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
+        problems.append(f"cast={cast!r} of the source, which is no dtype of floating-point numbers")
+    tensors = {side: _of_side(sides, side, rows[side], problems) for side in BOTH}
     if not problems:
-        entries = _matched(manifests, tensors, problems)
+        entries = _matched(chosen, tensors, problems)
     if problems:
         raise sides.refuse(
             "the two sides of a link's weights do not fit together", problems, _HINTS["weights"]
@@ -232,38 +213,38 @@ def agree_on_weights(
     return entries
 
 
-def agree_on_source(sides: Sides, mine: Manifest) -> dict[str, tuple[torch.dtype, Placement]]:
+def agree_on_source(sides: Sides, mine: Sequence[Row]) -> dict[str, tuple[torch.dtype, Placement]]:
     """Return the dtype and the placement of each tensor that a rank of the source has, by name, in an order that is equal on all
     ranks. Called by: every rank of the source, all of which take part. Raises TransferMismatch on every rank.
     """
     problems: list[str] = []
-    manifests = _manifests(sides, "source", sides.of_all(mine.hash()), {"source": mine}, problems)
-    tensors = _of_side(sides, "source", manifests, problems)
+    rows = _received(sides, "source", sides.of_all(_hash(mine)), {"source": mine})
+    tensors = _of_side(sides, "source", rows, problems)
     if problems:
         hint = "ranks that have a tensor of the same name have parts of the same tensor"
         raise sides.refuse("the ranks of a mesh have tensors that do not fit together", problems, hint)
     return {name: (tensor.row.dtype, tensor.placement) for name, tensor in tensors.items()}
 
 
-def _manifests(
-    sides: Sides,
-    side: SideName,
-    hashes: Sequence[str],
-    mine: Mapping[SideName, Manifest],
-    problems: list[str],
-) -> list[tuple[Manifest, list[int]]]:
-    """Return the different manifests of a side, and the positions of the ranks that bring each. hashes: of all ranks."""
-    manifests = []
-    numbers = sides.numbers(side).tolist()
-    for key, positions in by_value([hashes[number] for number in numbers]).items():
-        if not key:
-            problems.append(f"{sides.ranks_of(side, positions)} brought no model for this side")
-            continue
-        giver = numbers[positions[0]]
-        plain = mine[side].plain() if giver == sides.me else None
-        plain = sides.mesh.objects.broadcast(sides.dim, plain, src=giver)
-        manifests.append((Manifest.of_plain(plain), positions))
-    return manifests
+def _hash(rows: Sequence[Row]) -> str:
+    return hashlib.sha256(repr(rows).encode()).hexdigest()
+
+
+# The rows of some ranks of a side, and their positions.
+_Shared: TypeAlias = tuple[list[Row], list[int]]
+
+
+def _received(
+    sides: Sides, side: SideName, hashes: Sequence[str], mine: Mapping[SideName, Sequence[Row]]
+) -> list[_Shared]:
+    """Return the different rows of a side, and the positions of the ranks that bring them. hashes: by position."""
+    received = []
+    for positions in by_value(hashes).values():
+        giver = sides.numbers(side)[positions[0]]
+        plain = [[*row] for row in mine[side]] if giver == sides.me else None
+        plain = sides.mesh.objects.broadcast(sides.dim, plain, src=int(giver))
+        received.append(([Row(*row) for row in plain], positions))
+    return received
 
 
 class _Tensor(NamedTuple):
@@ -274,15 +255,15 @@ class _Tensor(NamedTuple):
 
 
 def _of_side(
-    sides: Sides, side: SideName, manifests: Sequence[tuple[Manifest, list[int]]], problems: list[str]
+    sides: Sides, side: SideName, received: Sequence[_Shared], problems: list[str]
 ) -> dict[str, _Tensor]:
     """Return a side's tensors by name, in the order in which its ranks have them; add what its ranks differ in to `problems`."""
     rows: dict[str, dict[Row, list[int]]] = {}
-    for manifest, positions in manifests:
-        for row in manifest.rows:
+    for of_ranks, positions in received:
+        for row in of_ranks:
             key = row._replace(placement=repr(row.placement))
             rows.setdefault(row.name, {}).setdefault(key, []).extend(positions)
-    by_name = {row.name: row for manifest, _ in manifests for row in manifest.rows}
+    by_name = {row.name: row for of_ranks, _ in received for row in of_ranks}
     tensors = {}
     for name, variants in rows.items():
         row = by_name[name]
@@ -303,17 +284,6 @@ def _of_side(
             )
             continue
         tensors[name] = _Tensor(row, Placement(placement.axes, at))
-    for what, differing in (
-        ("only", by_value(manifests, lambda pair: pair[0].only)),
-        ("skip", by_value(manifests, lambda pair: pair[0].skip)),
-        ("cast", by_value(manifests, lambda pair: pair[0].cast)),
-    ):
-        if len(differing) > 1:
-            listed = (
-                f"{value!r} on {sides.ranks_of(side, [at for n in numbers for at in manifests[n][1]])}"
-                for value, numbers in differing.items()
-            )
-            problems.append(f"{what}= differs among the ranks of the {side}: {', '.join(listed)}")
     return tensors
 
 
@@ -350,12 +320,11 @@ def _held_at(
 
 
 def _matched(
-    manifests: Mapping[SideName, Sequence[tuple[Manifest, list[int]]]],
+    options: Mapping[SideName, Options],
     tensors: Mapping[SideName, dict[str, _Tensor]],
     problems: list[str],
 ) -> Agreement:
-    filters = [(manifest.only, manifest.skip) for side in BOTH for manifest, _ in manifests[side][:1]]
-    cast = manifests["source"][0][0].cast
+    filters, cast = [options[side][:2] for side in BOTH], options["source"].cast
 
     def chosen(name: str) -> bool:
         return all(

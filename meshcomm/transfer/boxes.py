@@ -71,18 +71,28 @@ class BoxPlan:
 
     def rounds(self) -> list[list[Slice]]:
         """Return what is sent at once, in order."""
-        sizes = []
-        for every, itemsize in zip(self._pieces, self.itemsizes, strict=True):
-            most = (
-                int(max(np.bincount(ranks, every.elements).max(initial=0) for ranks in every[:2])) * itemsize
-            )
-            sizes.append((max(1, -(-most // BUCKET_BYTES)), most))
-        return packed(sizes, BUCKET_BYTES)
+        return packed([*map(_chunked, self._pieces, self.itemsizes)], BUCKET_BYTES)
 
     def own(self, part: Slice, position: int, sends: bool) -> Pieces:
         """Return the pieces of a slice's tensor that a rank sends, or receives."""
         every = self._pieces[part.entry]
         return every.of((every.source if sends else every.target) == position)
+
+
+def _chunked(every: Pieces, itemsize: int) -> tuple[int, int]:
+    """Return in how many chunks the pieces of a tensor are sent, and the most bytes of one that a rank sends or receives."""
+    lengths = (every.end - every.begin).max(axis=1, initial=1)
+    rows = every.elements // lengths
+
+    def most(chunks: int) -> int:
+        sizes = rows * -(-lengths // chunks) * itemsize
+        return int(max(np.bincount(ranks, sizes).max(initial=0) for ranks in every[:2]))
+
+    chunks = max(1, -(-most(1) // BUCKET_BYTES))
+    # Chunks of a piece differ by one row. A row is not divided.
+    while most(chunks) > BUCKET_BYTES and chunks < lengths.max():
+        chunks += -(-chunks // 8)
+    return chunks, most(chunks)
 
 
 def _of_key(ranks: Sequence[Spans], key: Key) -> tuple[tuple[int, Span], ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -39,20 +40,46 @@ def marks_of(tensors: Mapping[str, Parted]) -> dict[str, tuple[object, ...]]:
 
 
 def fingerprint(memory: Tensor) -> int:
-    """Return a hash of the bytes of a tensor, which reads them once."""
-    data = memory.detach().contiguous().view(-1).view(torch.uint8)
-    weights, total = _weights(data.device), data.numel()
-    if data.data_ptr() % _WORD_BYTES or data.storage_offset() % _WORD_BYTES:
-        data = data.clone()
-    last = total - total % _WORD_BYTES
-    words = [
-        run.view(torch.int64)
-        for run in (*data[:last].split(_WORDS * _WORD_BYTES), pad(data[last:], (0, -total % _WORD_BYTES)))
-    ]
-    sums = [(run * weights[: len(run)]).sum() for run in words]
-    for run in torch.stack(sums).tolist():
-        total = (total * _FACTOR + run) % (1 << 64)
+    """Return a hash of the bytes of a tensor, which reads them once, and allocates less than a megabyte."""
+    total = memory.nbytes
+    for part in _contiguous(memory.detach()):
+        data = part.view(-1).view(torch.uint8)
+        for run in _of_host(data) if data.device.type == "cpu" else _of_device(data):
+            total = (total * _FACTOR + run) % (1 << 64)
     return total
+
+
+def _contiguous(memory: Tensor) -> Iterator[Tensor]:
+    """Yield the elements of a tensor in contiguous memory: its own, or copies of bounded size."""
+    if memory.is_contiguous():
+        yield memory
+    elif memory.nbytes <= _WORDS * _WORD_BYTES:
+        yield memory.contiguous()
+    else:
+        rows = max(1, len(memory) * _WORDS * _WORD_BYTES // memory.nbytes)
+        for part in memory.split(rows) if rows < len(memory) else memory:
+            yield from _contiguous(part)
+
+
+def _of_host(data: Tensor) -> Iterator[int]:
+    """Yield the sum of each run's words, times odd numbers. torch's product would need memory for each run."""
+    content, factors = data.numpy(), _weights(data.device).numpy()
+    words = content[: len(content) // _WORD_BYTES * _WORD_BYTES].view(np.int64)
+    for at in range(0, len(words), _WORDS):
+        run = words[at : at + _WORDS]
+        yield int(np.dot(run, factors[: len(run)]))
+    yield int.from_bytes(content[words.nbytes :].tobytes())
+
+
+def _of_device(data: Tensor) -> list[int]:
+    """Return the same of memory of a device, waiting for it once."""
+    factors, sums = _weights(data.device), []
+    for run in data.split(_WORDS * _WORD_BYTES):
+        if run.numel() % _WORD_BYTES or run.storage_offset() % _WORD_BYTES:
+            run = pad(run, (0, -run.numel() % _WORD_BYTES))
+        words = run.view(torch.int64)
+        sums.append((words * factors[: len(words)]).sum())
+    return torch.stack(sums).tolist() if sums else []
 
 
 @lru_cache(maxsize=16)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.mesh import Mesh
-from meshcomm.transfer.agree import Manifest, agree_on_source
+from meshcomm.transfer.agree import agree_on_source
 from meshcomm.transfer.placement import Box
 from meshcomm.transfer.plan import BUCKET_BYTES, Entry, Plan, located
 from meshcomm.transfer.run import Room, Run, Schedule
@@ -37,8 +37,7 @@ class Gathered:
     ) -> None:
         self._mesh, self._sides = mesh, Sides.to_rank(mesh, rank)
         self._tensors, self._bucket_bytes = tensors, bucket_bytes
-        manifest = Manifest(rows_of(tensors, mesh), None, ())
-        self._sources = agree_on_source(self._sides, manifest)
+        self._sources = agree_on_source(self._sides, rows_of(tensors, mesh))
         self.kinds = {name: (dtype, placement.shape) for name, (dtype, placement) in self._sources.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

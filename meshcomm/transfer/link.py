@@ -8,7 +8,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -26,7 +25,7 @@ from meshcomm.layout.sizes import fold, whole
 from meshcomm.mesh import Mesh, init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.predict.links import nodes_of
-from meshcomm.transfer.agree import Part, TensorFacts, agree_on_tensor, agree_on_weights
+from meshcomm.transfer.agree import Options, Part, TensorFacts, agree_on_tensor, agree_on_weights
 from meshcomm.transfer.placement import check_pattern
 from meshcomm.transfer.plan import BUCKET_BYTES, Ends, Plan, located
 from meshcomm.transfer.run import Room, Run, Schedule
@@ -35,7 +34,8 @@ from meshcomm.transfer.tensors import memory_of, placement_of, regions
 
 if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats
-    from meshcomm.transfer.weights import Atomic, Model, Staging, Weights
+    from meshcomm.transfer.agree import Atomic, Staging
+    from meshcomm.transfer.weights import Model, Weights
 
 # How many agreements a rank remembers. A call like a forgotten one agrees again.
 _MOST_AGREED = 1000
@@ -108,14 +108,7 @@ def link(
     def reopen() -> Sides:
         from meshcomm.transfer.meeting import meet
 
-        meeting = meet(side, mesh, name, store, limit_s, secret=secret)
-        layouts = meeting.source.layout, meeting.target.layout
-        numbers = [
-            np.array([meeting.link_rank(of, int(rank)) for rank in layout.ranks.flat])
-            for of, layout in zip(BOTH, layouts, strict=True)
-        ]
-        nodes = nodes_of(meeting.mesh.topology, np.arange(meeting.mesh.world_size))
-        return Sides(meeting.mesh, Ends(*layouts, numbers[0], numbers[1], nodes), source, target)
+        return meet(side, mesh, name, store, limit_s, secret=secret)
 
     return Link(reopen(), stripes, bucket_bytes, reopen)
 
@@ -242,9 +235,9 @@ class Link:
         into:      on a rank of both sides, the target's model; `model` is then the source's.
         cast:      the dtype to which the source converts floating-point tensors before they are sent.
         only, skip: patterns of names to transfer, and not to transfer. Those of both sides count.
-        staging:   "whole": a version arrives in memory of its own, as large as this rank's parts, and the old one can be read in
+        staging:   equal on all ranks. "whole": a version arrives in memory of its own, as large as this rank's parts, and the old one can be read in
                    the meantime. "buckets": a version is written in place, and the weights are torn until it is complete.
-        atomic:    "copy": each copy of the model on the target has a version as a whole. "all": all copies together.
+        atomic:    equal on all ranks. "copy": each copy of the model on the target has a version as a whole. "all": all copies together.
         on_commit: called on ranks of the target with each version that has arrived, for caches that depend on the weights. Readers
                    wait for its end. If it raises an error, that rank refuses to be read, and every rank raises TransferFailed.
         Called by: every rank of both sides.
@@ -257,16 +250,16 @@ class Link:
             if self._sides.position(side) is not None:
                 given = into if side == "target" and self._sides.source is not None else model
                 models[side] = {} if given is None else given
-        filters = None if only is None else tuple(only), tuple(skip)
-        weights = Weights(models, filters, cast, staging, atomic, on_commit, lazy=WORLD.get() is not None)
+        options = Options(None if only is None else tuple(only), tuple(skip), cast)
+        weights = Weights(models, options, staging, atomic, on_commit, lazy=WORLD.get() is not None)
         self._agree(weights)
         self._weights.append(weights)
         return weights
 
     def _agree(self, weights: Weights) -> None:
         with self._sides.calling():
-            settings = {**self._settings, "atomic": weights.atomic}
-            agreement = agree_on_weights(self._sides, weights.manifests(self._sides), settings)
+            settings = {**self._settings, "staging": weights.staging, "atomic": weights.atomic}
+            agreement = agree_on_weights(self._sides, weights.rows(self._sides), weights.options, settings)
             self._count += 1
             weights.connect(self._sides, self._plan(agreement.entries), agreement, self._count)
 
@@ -296,7 +289,7 @@ class Link:
     ) -> TensorFacts:
         """Return what this rank brings to a transfer, or why it cannot take part, which all ranks learn."""
         problems = []
-        parts: dict[SideName, Part] = {}
+        parts: dict[SideName, tuple[Any, ...]] = {}
         memory: list[Tensor] = []
         if out is not None and into is not None:
             problems.append("passed both out and into, which are the same argument")
@@ -311,7 +304,7 @@ class Link:
                     facts = None
                     if pattern is None and isinstance(tensor, Tensor):
                         facts = placement_of(tensor, mesh.layout, mesh.rank).facts()
-                    parts[side] = Part(facts, tuple(memory[-1].shape), memory[-1].dtype)
+                    parts[side] = tuple(Part(facts, tuple(memory[-1].shape), memory[-1].dtype))
             except MeshcommError as error:
                 problems.append(f"{error.what}: {error.given}")
         try:
@@ -328,7 +321,7 @@ class Link:
         # Sizes of an unknown type are a problem, which is text.
         known = {} if problems else sizes
         text = None if pattern is None else str(pattern)
-        return TensorFacts(text, known, self._settings, parts, tuple(problems), shared)
+        return TensorFacts(text, known, self._settings, parts, problems, shared)
 
     def _memory(self, name: str, tensor: Any, pattern: object) -> Tensor:
         """Return this rank's memory for a tensor. Raises ShapeError, AutogradError and LayoutError."""

@@ -10,14 +10,14 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, final
+from typing import Any, Final, NamedTuple, NoReturn, final
 
-import torch
+import numpy as np
 import torch.distributed as dist
 
 from meshcomm import __version__
@@ -33,14 +33,16 @@ from meshcomm.layout import Layout
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.across import across, refuse_simulated
+from meshcomm.predict.links import nodes_of
 from meshcomm.rendezvous.exposure import ExposedRendezvous, is_loopback
 from meshcomm.rendezvous.job_store import find_common_store, is_serving
-from meshcomm.rendezvous.processes import is_running, process_name, process_of_rank
+from meshcomm.rendezvous.processes import is_running, process_name
 from meshcomm.rendezvous.signed import SignedStore
 from meshcomm.rendezvous.store import prefixed, store_failed, wait_for, within
+from meshcomm.transfer.plan import Ends
+from meshcomm.transfer.sides import BOTH, SideName, Sides
 from meshcomm.transport.torch_private import await_at_exit
 
-SideName: TypeAlias = Literal["source", "target"]
 _OTHER: Final[Mapping[SideName, SideName]] = {"source": "target", "target": "source"}
 _ADDRESS: Final = re.compile(r"tcp://(.+):(\d+)")
 
@@ -58,62 +60,6 @@ _KINDS: Final = {
 }
 
 
-class Side(NamedTuple):
-    """One of two jobs that have met.
-
-    layout: of its mesh. job: the launcher's name for the job, or else the process that announced it. torch: its version.
-    """
-
-    layout: Layout
-    job: str
-    torch: str
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks of its mesh, in ascending order, in the numbering of its own job."""
-        return sorted(self.layout.ranks.tolist())
-
-
-@final
-@dataclass(frozen=True)
-class Meeting:
-    """A link between two jobs, as this process sees it.
-
-    mesh: a mesh with the single dim "link" over all ranks of both sides: those of the source, in ascending order, then those of
-        the target. side: this process's own.
-    """
-
-    name: str
-    side: SideName
-    source: Side
-    target: Side
-    mesh: Mesh
-
-    def __getitem__(self, side: SideName) -> Side:
-        return self.source if side == "source" else self.target
-
-    def link_rank(self, side: SideName, rank: int) -> int:
-        """Return the rank in the link of `rank` of a side, in the numbering of the side's own job."""
-        place = self[side].ranks.index(rank)
-        return place if side == "source" else len(self.source.ranks) + place
-
-    def place(self, link_rank: int) -> tuple[SideName, int]:
-        """Return the side of a rank of the link, and its rank in the numbering of the side's own job."""
-        return _place(self.source, self.target, link_rank)
-
-    def process_of(self, link_rank: int) -> str:
-        """Return the process of a rank of the link: its number, its host and its start. Raises StoreError, MeshClosed."""
-        self.mesh._state.usable()
-        try:
-            return process_of_rank(self.mesh._state.held.store, link_rank)
-        except RuntimeError as error:
-            raise store_failed(f'the store of the link "{self.name}" is lost', error) from error
-
-    def close(self) -> None:
-        """Close the link's mesh, and free the name for other jobs. Closing twice is harmless."""
-        self.mesh.close()
-
-
 def meet(
     side: SideName,
     mesh: Mesh,
@@ -121,15 +67,13 @@ def meet(
     address: str,
     timeout_s: float,
     *,
-    backend: str | None = None,
     secret: str = "",
-) -> Meeting:
-    """Meet the other side of the link `name`, and open the link.
+) -> Sides:
+    """Meet the other side of the link `name`, and open a mesh over the ranks of the source and then those of the target.
 
     address:   "tcp://HOST:PORT". If no program listens there, the process of the source's lowest rank serves a TCPStore until it
                exits. Several links may share an address.
     timeout_s: seconds to wait for the other side, then for all ranks of both sides, and the timeout of each call on the link.
-    backend:   of the link, the same on both sides. If None, that of `mesh`.
     secret:    a text that both jobs know. If given, the values in the store are signed with it: a TCPStore has no
                authentication. Nothing that is read from it is ever unpickled.
     Called by: every rank of `mesh`, and every rank of the other side's mesh, in any order.
@@ -165,8 +109,9 @@ def meet(
         except RuntimeError as error:
             raise store_failed(f'the store of the link "{name}" is lost, on {mesh.label}', error) from error
         met = call.result()
-        source, target = (_side(met[each]) for each in ("source", "target"))
-        link = call.open(store, met["link"], source, target, backend or mesh.plan.defaults.backend)
+        layouts = {of: Layout(**met[of]) for of in BOTH}
+        places = [(of, rank) for of in BOTH for rank in sorted(layouts[of].ranks.tolist())]
+        link = call.open(store, met["link"], places)
     except BaseException as error:
         if presence is not None:
             presence.end()
@@ -182,7 +127,13 @@ def meet(
             ExposedRendezvous,
             stacklevel=2,
         )
-    return Meeting(name, side, source, target, link)
+    numbers = {place: number for number, place in enumerate(places)}
+    of_source, of_target = (
+        np.array([numbers[of, rank] for rank in layouts[of].ranks.tolist()]) for of in BOTH
+    )
+    nodes = nodes_of(link.topology, np.arange(link.world_size))
+    ends = Ends(layouts["source"], layouts["target"], of_source, of_target, nodes)
+    return Sides(link, ends, mesh if side == "source" else None, mesh if side == "target" else None)
 
 
 @dataclass(frozen=True)
@@ -246,15 +197,12 @@ class _Call:
         layout, other = self.mesh.layout, _OTHER[self.side]
         order = layout.rank_order
         mine = {
-            "meshcomm": __version__,
-            "torch": torch.__version__,
-            "job": self.mesh._state.launch.job or process_name(),
             "dims": dict(layout.dims),
             "rank_order": None if order is None else list(order),
             "views": {view: dict(sizes) for view, sizes in layout.views.items()},
             "merge": {merged: list(parts) for merged, parts in layout.merge.items()},
         }
-        presence.announce(mine)
+        presence.announce({"meshcomm": __version__, "layout": mine})
         while (theirs := presence.answered(other)) is None:
             if time.monotonic() > self.deadline:
                 raise self._alone(presence, other)
@@ -303,41 +251,38 @@ class _Call:
             raise _KINDS.get(kind, MeshcommError)(**met)
         return met
 
-    def open(self, store: Any, link: str, source: Side, target: Side, backend: str) -> Mesh:
-        """Open the link's mesh. Raises TransferTimeout if ranks do not come."""
-        ranks, before = (self.mesh.rank, source.ranks), 0
-        if self.side == "target":
-            ranks, before = (self.mesh.rank, target.ranks), len(source.ranks)
-        rank, size = before + ranks[1].index(ranks[0]), len(source.ranks) + len(target.ranks)
+    def open(self, store: Any, link: str, places: Sequence[tuple[SideName, int]]) -> Mesh:
+        """Open the link's mesh. places: the side and the rank there of each of its ranks. Raises TransferTimeout if ranks do not
+        come.
+        """
+        rank, backend = places.index((self.side, self.mesh.rank)), self.mesh.plan.defaults.backend
         try:
-            return across(store, link, rank, size, self.timeout_s, device=self.mesh.device, backend=backend)
-        except MeshMismatchError as error:
-            error.given = (
-                f"{error.given}\nranks 0-{len(source.ranks) - 1} are the source, the others the target"
+            return across(
+                store, link, rank, len(places), self.timeout_s, device=self.mesh.device, backend=backend
             )
+        except MeshMismatchError as error:
+            size = sum(of == "source" for of, _ in places)
+            error.given = f"{error.given}\nranks 0-{size - 1} are the source, the others the target"
             if not error.missing:
                 raise
-            self._incomplete(error, source, target)
+            self._incomplete(error, places)
 
-    def _incomplete(self, error: MeshMismatchError, source: Side, target: Side) -> NoReturn:
-        missing: dict[SideName, list[int]] = {"source": [], "target": []}
-        for link_rank in error.missing:
-            where, rank = _place(source, target, link_rank)
-            missing[where].append(rank)
-        whole = {"source": source.ranks, "target": target.ranks}
+    def _incomplete(self, error: MeshMismatchError, places: Sequence[tuple[SideName, int]]) -> NoReturn:
+        missing = {of: [rank for at in error.missing for on, rank in [places[at]] if on == of] for of in BOTH}
+        whole = {of: sum(on == of for on, _ in places) for of in BOTH}
         texts = [
-            f"the {where}" if ranks == whole[where] else f"{ranks_text(ranks)} of the {where}"
-            for where, ranks in missing.items()
+            f"the {of}" if len(ranks) == whole[of] else f"{ranks_text(ranks)} of the {of}"
+            for of, ranks in missing.items()
             if ranks
         ]
-        side = next(where for where, ranks in missing.items() if ranks)
+        side = next(of for of, ranks in missing.items() if ranks)
         raise TransferTimeout(
             f'{" and ".join(texts)} did not come to the link "{self.name}", on {self.mesh.label}',
             given=error.given,
             expected=f"every rank of both meshes within {self.timeout_s:g} s",
             hint="look at the first error on these ranks",
             side=side,
-            missing=() if missing[side] == whole[side] else tuple(missing[side]),
+            missing=() if len(missing[side]) == whole[side] else tuple(missing[side]),
             of_job=False,
         ) from None
 
@@ -365,18 +310,6 @@ def _parsed(address: str) -> tuple[str, int]:
             hint='"tcp://127.0.0.1:29700" for two jobs on one host',
         )
     return parts[1].strip("[]"), int(parts[2])
-
-
-def _side(offer: Mapping[str, Any]) -> Side:
-    layout = Layout(offer["dims"], offer["rank_order"], offer["views"], offer["merge"])
-    return Side(layout, offer["job"], offer["torch"])
-
-
-def _place(source: Side, target: Side, link_rank: int) -> tuple[SideName, int]:
-    of_source = source.ranks
-    if link_rank < len(of_source):
-        return "source", of_source[link_rank]
-    return "target", target.ranks[link_rank - len(of_source)]
 
 
 class _Holder(NamedTuple):
@@ -453,7 +386,7 @@ class _Presence:
             raise self._taken(held.partition(" ")[2])
 
     def answered(self, other: SideName) -> tuple[str, dict[str, Any]] | None:
-        """Answer the other side, if it has announced itself. Return its number and its announcement once it has answered."""
+        """Answer the other side, if it has announced itself. Return its number and its layout once it has answered."""
         holder = self.holder(other)
         if holder is None:
             return None
@@ -472,7 +405,7 @@ class _Presence:
                 hint="install the same version in both jobs",
                 of_job=False,
             )
-        return number, offer
+        return number, offer["layout"]
 
     def _taken(self, process: str) -> LaunchError:
         return LaunchError(

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from threading import RLock
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, final
 
@@ -253,11 +254,17 @@ class Sides:
             if (positions := [at for n in numbers if (at := self.position(side, n)) is not None])
         )
 
-    def differences(self, what: str, values: Sequence[Any]) -> list[str]:
-        """Return a text if not all values are equal, which are listed by the coord along `link`."""
+    def differences(self, what: str, values: Sequence[Any], side: SideName | None = None) -> list[str]:
+        """Return a text if not all values are equal, which are listed by the coord along `link`, or by the position on a side."""
         by_rank = by_value(values, repr)
-        listed = (f"{value} on {self.ranks(numbers)}" for value, numbers in by_rank.items())
-        return [f"{what} differs: {', '.join(listed)}"] if len(by_rank) > 1 else []
+        if len(by_rank) < 2:
+            return []
+        where, ranks = ("", self.ranks)
+        if side is not None:
+            where, ranks = f" among the ranks of the {side}", partial(self.ranks_of, side)
+        return [
+            f"{what} differs{where}: {', '.join(f'{value} on {ranks(at)}' for value, at in by_rank.items())}"
+        ]
 
     def ranks_of(self, side: SideName, positions: Iterable[int]) -> str:
         """Return ranks of a side as text, from their positions."""

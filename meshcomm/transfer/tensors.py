@@ -35,25 +35,19 @@ def placement_of(tensor: Parted, layout: Layout, rank: int) -> Placement:
     if isinstance(held, DTensor):
         _read_splits(held, layout, rank, splits)
     axes: list[Axis] = []
-    axis = 0
-    while axis < held.ndim:
-        name, size, own = (
-            _NAMES[len(axes) % len(_NAMES)] + str(len(axes) // len(_NAMES) or ""),
-            held.shape[axis],
-            tuple(splits[axis]),
-        )
-        if isinstance(tensor, Kept) and axis == tensor.parts.axis:
-            units = tensor.parts.units
-            axes.append(
-                tuple(
-                    Section(f"{name}{number}", rows, own, rows // units)
-                    for number, rows in enumerate(tensor.parts.sizes)
-                )
-            )
-            axis += 1
+    units_axis = tensor.parts.axis if isinstance(tensor, Kept) else None
+    for axis, (size, own) in enumerate(zip(held.shape, splits, strict=True)):
+        if units_axis is not None and axis == units_axis + 1:
+            continue  # in the full tensor, it is one axis with the units
+        name = _NAMES[len(axes) % len(_NAMES)] + str(len(axes) // len(_NAMES) or "")
+        if isinstance(tensor, Kept) and axis == units_axis:
+            sections = [
+                Section(f"{name}{number}", rows, tuple(own), rows // tensor.parts.units)
+                for number, rows in enumerate(tensor.parts.sizes)
+            ]
         else:
-            axes.append((Section(name, size, own),))
-        axis += 1
+            sections = [Section(name, size, tuple(own))]
+        axes.append(tuple(sections))
     placement = Placement(tuple(axes))
     regions(tensor, Located(placement, layout), layout.position(rank))
     return placement

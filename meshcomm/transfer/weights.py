@@ -6,16 +6,17 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
-from typing import Any, Literal, NoReturn, TypeAlias, final
+from functools import partial
+from typing import Any, NoReturn, TypeAlias, final
 from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshcomm.comm.checks import share_memory
+from meshcomm.comm.checks import check_input, share_memory
 from meshcomm.errors import (
     CommunicationError,
     LayoutError,
@@ -30,21 +31,28 @@ from meshcomm.errors import (
 from meshcomm.layout.names import listed
 from meshcomm.layout.sizes import whole
 from meshcomm.mesh import Mesh
-from meshcomm.transfer.agree import Agreement, Manifest, Row
+from meshcomm.transfer.agree import Agreement, Atomic, Options, Row, Staging
 from meshcomm.transfer.changes import marks_of, places_of
 from meshcomm.transfer.decisions import Decisions
 from meshcomm.transfer.fused import Kept
 from meshcomm.transfer.naming import stored_parts
-from meshcomm.transfer.placement import Box, Placement, rest
+from meshcomm.transfer.placement import rest
 from meshcomm.transfer.plan import Plan, located
 from meshcomm.transfer.readers import Readers
 from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import Cause, SideName, Sides
-from meshcomm.transfer.tensors import Cutout, Parted, Region, memory_of, placement_of, regions
+from meshcomm.transfer.tensors import (
+    Cutout,
+    Parted,
+    Region,
+    base_of,
+    memory_of,
+    own_regions,
+    placement_of,
+    regions,
+)
 from meshcomm.transport.torch_private import await_at_exit
 
-Staging: TypeAlias = Literal["whole", "buckets"]
-Atomic: TypeAlias = Literal["copy", "all"]
 Model: TypeAlias = nn.Module | Mapping[str, Parted]
 
 
@@ -60,14 +68,16 @@ def rows_of(tensors: Mapping[str, Parted], mesh: Mesh) -> list[Row]:
     rows: list[Row] = []
     first_of: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        memory = memory_of(tensor)
-        # Two tensors without elements, or without memory, are not tied.
-        cut = tensor.cut if isinstance(tensor, Cutout) else None
-        place = memory.data_ptr(), memory.storage_offset(), (*memory.shape, *memory.stride()), cut
-        tied = first_of.setdefault(place, name) if memory.numel() else name
-        facts, problem = None, ""
+        facts, tied, problem, memory = None, name, "", memory_of(tensor)
         try:
+            # Weights on another device than the link's pass through its buckets.
+            kinds = () if memory.is_meta else (memory.device.type,)
+            check_input(memory, kinds, partial(str, "link.weights()"), None)
             facts = placement_of(tensor, mesh.layout, mesh.rank).facts()
+            # Different tensors without elements have no memory that tells them apart.
+            own = (*memory.shape, *memory.stride()) if memory.numel() else id(base_of(tensor))
+            cut = tensor.cut if isinstance(tensor, Cutout) else None
+            tied = first_of.setdefault((memory.data_ptr(), memory.storage_offset(), own, cut), name)
         except MeshcommError as error:
             problem = f"{error.what}: {error.given}"
         rows.append(Row(name, memory.dtype, facts, tied, problem))
@@ -91,21 +101,24 @@ class Push:
         if not lazy:
             run = copy_context().run
             self._thread = threading.Thread(
-                target=run, args=(self._carry,), name="meshcomm-push", daemon=True
+                target=run, args=(self._carry_quietly,), name="meshcomm-push", daemon=True
             )
             _PUSHES.add(self)
             self._thread.start()
 
-    def _carry(self) -> None:
+    def carry(self) -> int:
+        """Carry the push out; return its version, or raise its error."""
         try:
-            self._weights._carry(self)
-        except BaseException as error:  # raised by `wait`
-            self._end(error)
-        else:
-            self._end(None)
+            return self._weights._carry(self)
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._done = True
 
-    def _end(self, error: BaseException | None) -> None:
-        self._error, self._done = error, True
+    def _carry_quietly(self) -> None:
+        with suppress(BaseException):  # raised by `wait`
+            self.carry()
 
     def settle(self) -> None:
         """Block until the push no longer uses the link."""
@@ -114,7 +127,7 @@ class Push:
                 self._thread.join()
         elif not self._done:
             self._weights._check_alone()
-            self._carry()
+            self._carry_quietly()
 
     def wait(self) -> None:
         """Block until the target has the version, or the transfer has failed.
@@ -174,15 +187,14 @@ class Weights:
     def __init__(
         self,
         models: Mapping[SideName, Model],
-        filters: tuple[tuple[str, ...] | None, tuple[str, ...]],
-        cast: torch.dtype | None,
+        options: Options,
         staging: Staging,
         atomic: Atomic,
         on_commit: Callable[[int], object] | None,
         lazy: bool,
     ) -> None:
-        self._models, self._filters, self._cast, self._staging = models, filters, cast, staging
-        self.atomic, self._on_commit, self._lazy = atomic, on_commit, lazy
+        self._models, self.options, self.staging, self.atomic = models, options, staging, atomic
+        self._on_commit, self._lazy = on_commit, lazy
         self.version: int | None = None
         self._torn = "no version has arrived"
         self._readers = Readers()
@@ -191,20 +203,17 @@ class Weights:
         self._copied: dict[int, Room] = {}
         self._before: dict[str, Any] = {}
 
-    def manifests(self, sides: Sides) -> dict[SideName, Manifest]:
-        """Return what this rank brings to each side that it is on."""
+    def rows(self, sides: Sides) -> dict[SideName, list[Row]]:
+        """Return what this rank says about its tensors on each side that it is on."""
         tensors = {side: tensors_of(model) for side, model in self._models.items()}
         rows = {
             side: rows_of(held, mesh)
             for side, held in tensors.items()
             if (mesh := sides.own(side)) is not None
         }
-        if self._staging == "buckets" and len(rows) == 2:
-            rows["target"] = _overlaps_named(sides, rows, tensors)
-        return {
-            side: Manifest(of_side, *self._filters, self._cast if side == "source" else None)
-            for side, of_side in rows.items()
-        }
+        if self.staging == "buckets" and len(rows) == 2:
+            rows["target"] = _overlaps_named(rows, tensors)
+        return rows
 
     def connect(self, sides: Sides, plan: Plan, agreement: Agreement, number: int) -> None:
         """Use a link, on which all ranks have agreed on these tensors. number: of the agreement, among those on the link."""
@@ -218,7 +227,7 @@ class Weights:
             self._look(side)
             self._places[side] = places_of(self._tensors[side])
         self._sources, self._targets = self._rooms("source"), self._rooms("target")
-        self._spare = _spare(self._targets) if self._staging == "whole" else {}
+        self._spare = _spare(self._targets) if self.staging == "whole" else {}
         self._copied = {}
         self._schedule = Schedule(plan, sides)
         self._run = Run(self._schedule, self._sources, self._spare or self._targets)
@@ -300,13 +309,10 @@ class Weights:
             for number_of, room in self._copied.items():
                 _copy(self._sources[number_of], room)
         else:
-            self._copied, self._before = {}, self._marks()
+            self._copied, self._before = {}, marks_of(self._tensors["source"])
         push = Push(self, number, problem, self._lazy or self._sides.target is not None)
         self._sides.use.push = push
         return push
-
-    def _marks(self) -> dict[str, Any]:
-        return marks_of(self._tensors["source"])
 
     def _check_alone(self) -> None:
         if self._sides.target is not None:
@@ -342,15 +348,7 @@ class Weights:
                 given="pull()",
                 expected="push(version=...) first",
             )
-        try:
-            version = self._carry(push)
-        except BaseException as error:
-            if push is not None:
-                push._end(error)
-            raise
-        if push is not None:
-            push._end(None)
-        return version
+        return self._carry(None) if push is None else push.carry()
 
     @contextmanager
     def reading(self) -> Iterator[int]:
@@ -425,7 +423,7 @@ class Weights:
         )
 
     def _move(self, version: int) -> None:
-        if self._sides.target is not None and self._staging == "buckets":
+        if self._sides.target is not None and self.staging == "buckets":
             with self._readers.writing(self._timeout_s):
                 if (cause := self._decisions.write()) is not None:
                     raise self._failure(cause, version)
@@ -439,7 +437,7 @@ class Weights:
         """Raise SourceChanged on every rank if a source tensor is another than when it was pushed."""
         changed = []
         if self._before:
-            now = self._marks()
+            now = marks_of(self._tensors["source"])
             changed = [name for name, mark in self._before.items() if now[name] != mark]
         if self._sides.meet(f"the end of {self._call}", len(changed))[0]:
             names = sorted({name for names in self._sides.of_all(changed) for name in names})
@@ -511,7 +509,7 @@ class Weights:
         """Let no rank use the version, and raise the error that says why: that of the first rank that failed."""
         cause = self._cause(error)
         first, is_written = self._decisions.abort(cause)
-        if is_written and self._staging == "buckets":
+        if is_written and self.staging == "buckets":
             self._tear(f"{cause.what}, when ranks of this copy may have begun to write the next version")
         if not isinstance(error, MeshcommError | TimeoutError):
             raise error
@@ -532,22 +530,21 @@ class Weights:
 
 
 def _overlaps_named(
-    sides: Sides, rows: Mapping[SideName, list[Row]], tensors: Mapping[SideName, Mapping[str, Parted]]
+    rows: Mapping[SideName, list[Row]], tensors: Mapping[SideName, Mapping[str, Parted]]
 ) -> list[Row]:
     """Return the rows of the target, with a problem for each tensor that is written in place over another part of the source."""
     sent = {row.name: row for row in rows["source"]}
-    held = {name: memory_of(tensor) for name, tensor in tensors["source"].items()}
+    held = {name: memory_of(tensors["source"][name]) for name, row in sent.items() if not row.problem}
 
-    def boxes_of(side: SideName, row: Row) -> list[Box]:
-        where = located(Placement.of_facts(row.placement), sides.layout(side))
-        return where.boxes(sides.layout(side).position(sides.mesh.rank))
+    def boxes_of(side: SideName, name: str) -> list[Any]:
+        return [region.box[:2] for region in own_regions(tensors[side][name])]
 
     def problem_of(row: Row) -> str:
         room, other = memory_of(tensors["target"][row.name]), sent.get(row.name)
         if row.problem or not room.numel():
             return row.problem
         same = other is not None and not other.problem and room.is_set_to(held[row.name])
-        if same and boxes_of("source", sent[row.name]) == boxes_of("target", row):
+        if same and boxes_of("source", row.name) == boxes_of("target", row.name):
             return ""
         over = [name for name, memory in held.items() if memory.numel() and share_memory(room, memory)]
         return f'it shares memory with {over[0]} of the source, which staging="whole" allows' if over else ""
@@ -567,20 +564,14 @@ def _copy(room: Room, into: Room) -> None:
 
 def _spare(rooms: Mapping[int, Room], wire: bool = False) -> dict[int, Room]:
     """Return newly allocated memory for the same boxes. wire: of the dtypes that are sent."""
+
+    def beside(region: Region, dtype: torch.dtype) -> Region:
+        held = torch.empty(region.box.shape, dtype=dtype, device=region.held.device)
+        return Region(region.box, held)
+
     return {
         number: Room(
-            [
-                Region(
-                    region.box,
-                    torch.empty(
-                        region.box.shape,
-                        dtype=room.dtype if wire else region.held.dtype,
-                        device=region.held.device,
-                    ),
-                )
-                for region in room.regions
-            ],
-            room.dtype,
+            [beside(region, room.dtype if wire else region.held.dtype) for region in room.regions], room.dtype
         )
         for number, room in rooms.items()
     }

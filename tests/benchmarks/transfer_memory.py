@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import meshcomm
 from meshcomm.testing import Pool
-from meshcomm.transfer.weights import Staging
+from meshcomm.transfer.agree import Staging
 from tests.benchmarks.table import markdown
 
 TENSORS: Final = 32

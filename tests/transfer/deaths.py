@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 import meshcomm
 from meshcomm.errors import MeshcommError
 from meshcomm.mesh import Mesh
+from meshcomm.transfer.agree import Staging
 from meshcomm.transfer.link import Link
-from meshcomm.transfer.weights import Staging, Weights
+from meshcomm.transfer.weights import Weights
 
 VERSIONS = (1, 2)
 SOURCE, TARGET = range(4), range(4, 8)

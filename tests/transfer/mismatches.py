@@ -191,6 +191,16 @@ MISMATCHES: dict[str, tuple[Call, tuple[str, ...]]] = {
     "skip= of everything": (holding(W, W, skip=["*"]), ("no tensor is left",)),
     "only= on one rank": (lambda rank: rank.weights(W, only=["w"] if rank.number == 2 else None), ("only= differs among the ranks of the source",)),
     "atomic": (lambda rank: rank.weights(W, atomic="all" if rank.number == 2 else "copy"), ("atomic differs", "'all' on rank 2 of the source")),
+    "staging on one rank": (lambda rank: rank.weights(W, staging="buckets" if rank.number == 5 else "whole"),
+        ("staging differs", "'whole' on ranks 0 1 2 3 of the source and ranks 4 6 7 of the target, 'buckets' on rank 5 of the target")),
+    "an unknown staging": (lambda rank: rank.weights(W, staging="bucket"), ("staging='bucket', which is neither whole nor buckets",)),
+    "an unknown atomic": (lambda rank: rank.weights(W, atomic="All"), ("atomic='All', which is neither copy nor all",)),
+    "cast to text": (lambda rank: rank.weights(W, cast="bfloat16"), ("cast='bfloat16' of the source, which is no dtype of floating-point numbers",)),
+    "cast to integers": (lambda rank: rank.weights(W, cast=torch.int8), ("cast=torch.int8 of the source, which is no dtype of floating",)),
+    "weights without memory": (lambda rank: rank.weights({"w": torch.zeros(3, device="meta" if rank.number == 1 else "cpu")}),
+        ("w differs among the ranks of the source", r"cannot carry this tensor: .* on meta on rank 1 of the source")),
+    "sparse weights": (lambda rank: rank.weights({"w": torch.zeros(3, 3).to_sparse() if rank.number > 3 else torch.zeros(3, 3)}),
+        (r"w of the target: link.weights\(\) cannot carry this tensor",)),
     "no model": (lambda rank: rank.weights({} if rank.number == 2 else W), ("w has gaps|brought no model",)),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch
 
 from meshcomm.transfer import boxes
 from meshcomm.transfer.boxes import BoxPlan, Span, box_pieces
+from meshcomm.transfer.plan import sliced
 
 RANKS = 6
 
@@ -96,8 +97,9 @@ def test_rounds_fit_into_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plan.lacking
     for parts in plan.rounds():
         for rank, sends in product(range(RANKS), (True, False)):
-            nbytes = sum(
-                int(plan.own(part, rank, sends).elements.sum()) * plan.itemsizes[part.entry] / part.chunks
-                for part in parts
-            )
+            nbytes = 0
+            for part in parts:
+                mine = plan.own(part, rank, sends)
+                begin, end = sliced(mine.begin, mine.end, part.chunk, part.chunks)
+                nbytes += int((end - begin).prod(axis=1).sum()) * plan.itemsizes[part.entry]
             assert nbytes <= 64

@@ -12,8 +12,8 @@ import meshcomm
 from meshcomm.errors import PeerLost, RankFailed
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.runtime import WORLD
+from meshcomm.transfer.agree import Staging
 from meshcomm.transfer.run import Run
-from meshcomm.transfer.weights import Staging
 from tests.transfer.deaths import (
     COPIES,
     TARGET,

@@ -23,9 +23,9 @@ import torch
 from meshcomm.errors import MeshcommError, TransferFailed
 from meshcomm.mesh import Mesh
 from meshcomm.testing.pool import Held, Limits, Pool
+from meshcomm.transfer.agree import Staging
 from meshcomm.transfer.link import Link
 from meshcomm.transfer.run import Run
-from meshcomm.transfer.weights import Staging
 from meshcomm.transport.torch_private import default_store
 from tests.transfer.deaths import Said, complaints, model_of, opened, transfers
 

@@ -14,19 +14,20 @@ import torch
 
 from meshcomm.errors import LaunchError, TransferTimeout
 from meshcomm.layout import Layout
+from meshcomm.rendezvous.processes import process_of_rank
 from meshcomm.testing import Pool
-from meshcomm.transfer.meeting import Meeting, SideName, meet
+from meshcomm.transfer.meeting import meet
+from meshcomm.transfer.sides import BOTH, SideName, Sides
 from tests.ports import free_port
 from tests.two_jobs import OPENS_S, Place, client, error_of, run, served, values
 
 pytestmark = pytest.mark.long
 
-SIDES: tuple[SideName, ...] = ("source", "target")
 SOURCE: dict[str, Any] = {"dims": {"fsdp": 2, "tp": 1}, "merge": {"all": ("fsdp", "tp")}}
 TARGET: dict[str, Any] = {"dims": {"tp": 2}, "rank_order": (1, 0)}
 
 
-def adds_up(meeting: Meeting, size: int) -> None:
+def adds_up(meeting: Sides, size: int) -> None:
     x = torch.tensor([float(meeting.mesh.rank)])
     assert meeting.mesh.all_reduce("link", x).item() == sum(range(size))
 
@@ -42,17 +43,18 @@ def met(place: Place, port: int, first: SideName) -> None:
                 time.sleep(0.5)
             place.tell("first")
             meeting = meet(side, own, "policy", f"tcp://127.0.0.1:{port}", OPENS_S)
-            assert meeting.side == side and meeting.mesh.rank == place.number
-            assert meeting.source.layout == Layout(SOURCE["dims"], merge=SOURCE["merge"])
-            assert meeting.target.layout == Layout(TARGET["dims"], rank_order=TARGET["rank_order"])
-            assert meeting.target.ranks == [0, 1] and meeting["source"].torch == torch.__version__
-            assert [meeting.link_rank(*meeting.place(rank)) for rank in range(4)] == [0, 1, 2, 3]
-            assert meeting.place(meeting.mesh.rank) == (side, own.rank)
+            assert meeting.own(side) is own and meeting.me == meeting.mesh.rank == place.number
+            assert meeting.layout("source") == Layout(SOURCE["dims"], merge=SOURCE["merge"])
+            assert meeting.layout("target") == Layout(TARGET["dims"], rank_order=TARGET["rank_order"])
+            assert [meeting.position("source", rank) for rank in range(4)] == [0, 1, None, None]
+            assert [meeting.position("target", rank) for rank in range(4)] == [None, None, 1, 0]
+            assert meeting.label(place.number).startswith(f"rank {own.rank} of the {side}")
             adds_up(meeting, 4)
             assert own.all_reduce(next(iter(own.dims)), torch.ones(1)).item() == 2.0
-            numbers = [meeting.process_of(rank) for rank in range(4)]
+            held = meeting.mesh._state.held.store
+            numbers = [process_of_rank(held, rank) for rank in range(4)]
             assert f"process {os.getpid()} of" in numbers[place.number] and len({*numbers}) == 4
-            meeting.close()
+            meeting.mesh.close()
 
 
 @pytest.mark.parametrize("first", ["source", "target"])
@@ -107,7 +109,7 @@ def third(place: Place, port: int) -> None:
     with place.mesh() as own:
         if place.job == "third":
             place.until("open", 0, 1)
-            for side in SIDES:
+            for side in BOTH:
                 with pytest.raises(LaunchError, match=f'the link "policy" has another {side} already'):
                     meet(side, own, "policy", address, OPENS_S)
             place.tell("refused")
@@ -117,12 +119,12 @@ def third(place: Place, port: int) -> None:
             place.tell("open")
             place.until("refused", 2)
             adds_up(meeting, 2)
-            meeting.close()
+            meeting.mesh.close()
             place.tell("closed")
         if place.job != "target":
             meeting = meet("source" if place.job == "source" else "target", own, "policy", address, OPENS_S)
             adds_up(meeting, 2)
-            meeting.close()
+            meeting.mesh.close()
 
 
 def test_a_third_job_is_refused_until_the_link_is_closed(pool: Pool, tmp_path: Path) -> None:
@@ -147,12 +149,12 @@ def restarted(place: Place, port: int) -> Any:
         meeting = meet("source", own, "policy", address, OPENS_S)
         adds_up(meeting, 3)
         found.append(error_of(lambda: adds_up(meeting, 3)))
-        meeting.close()
+        meeting.mesh.close()
         assert own.all_reduce("dp", torch.ones(1)).item() == 2.0
         place.tell("lost")
         meeting = meet("source", own, "policy", address, OPENS_S)
         adds_up(meeting, 4)
-        meeting.close()
+        meeting.mesh.close()
         assert own.all_reduce("dp", torch.ones(1)).item() == 2.0
         own.close()
     if place.job == "second":
@@ -164,7 +166,7 @@ def restarted(place: Place, port: int) -> Any:
         place.until("lost", 0, 1)
         meeting = meet("target", own, "policy", address, OPENS_S)
         adds_up(meeting, 4)
-        meeting.close()
+        meeting.mesh.close()
         own.close()
     return found
 
@@ -202,7 +204,7 @@ def signed(place: Place, port: int) -> bytes:
         adds_up(meeting, 2)
         content: bytes = client(port).get(f"meshcomm/link/policy/side/{side}")
         adds_up(meeting, 2)
-        meeting.close()
+        meeting.mesh.close()
     return content
 
 

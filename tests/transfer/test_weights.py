@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +167,28 @@ def test_a_fingerprint_sees_every_change(dtype: torch.dtype) -> None:
     z = torch.arange(24.0).view(4, 6)
     assert fingerprint(z.t()) == fingerprint(z.t().contiguous()) != fingerprint(z)
     assert fingerprint(z[1:, 3:]) == fingerprint(z[1:, 3:].clone())
+
+
+def test_a_fingerprint_needs_no_copy_of_the_tensor() -> None:
+    """Of contiguous memory, of memory that begins at an odd byte, and of memory with gaps."""
+    whole = torch.zeros(4096, 4096)
+    for memory in (
+        whole,
+        whole.view(torch.uint8).view(-1)[3:-2],
+        whole[:, 1:],
+        whole.t(),
+        whole.view(1, 1, -1)[..., ::2],
+    ):
+        fingerprint(memory[:1])
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        before, _ = peak_bytes(), fingerprint(memory)
+        assert peak_bytes() - before < whole.nbytes // 8
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 # -- pushes in a row -----------------------------------------------------------------------------------------
@@ -543,6 +566,21 @@ def test_a_rank_of_both_sides() -> None:
         assert weights.pull() == 3 and is_equal(target, source)
 
     alone(program)
+
+
+def test_tied_weights_of_which_a_rank_has_no_element() -> None:
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        tied = torch.zeros(1, 3)
+        if source.is_member:
+            tied = distribute_tensor(torch.ones(1, 3), source["fsdp"], [Shard(0)], src_data_rank=None)
+        weights = link.weights({"embedding": tied, "head": tied})
+        if source.is_member:
+            weights.push(1).wait()
+        else:
+            weights.pull()
+        return weights.names, source.is_member or bool((tied == 1).all())
+
+    assert simulated(program) == [(("embedding",), True)] * 4
 
 
 def test_methods_of_the_other_side_are_refused() -> None:
