@@ -26,9 +26,6 @@ from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
 from meshcomm.transport.torch_private import outside_graphs
 
-EXPERT_NAMES = ("router.weight", "experts.w1", "experts.w3", "experts.w2")
-"""The names of the parameters of an `Experts` module."""
-
 
 @final
 class ExpertWeights(nn.Module):
