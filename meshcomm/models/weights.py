@@ -147,7 +147,7 @@ class Folder:
     def read(self, source: Source, into: Parted) -> None:
         """Write a parameter into this rank's parts of it. Only these parts are read, except for a conversion.
 
-        Raises: TrainingError if a tensor is missing or does not have a floating-point dtype; ShapeError.
+        Raises: TrainingError if a tensor is missing, or if that of a floating-point parameter has another kind of dtype; ShapeError.
         """
         self._pass(source, into, Region.write)
 
@@ -198,7 +198,7 @@ class Folder:
             for region in own_regions(into):
                 take(region, *region.box[:2], whole[region.box.slices])
             return
-        for name, cut in self._cuts(source, tuple(into.shape)).items():
+        for name, cut in self._cuts(source, into).items():
             # Blocks are ranges of the file's first axis, so that the pages of a block are adjacent.
             row = math.prod(cut.shape[1:]) * _LARGEST
             step = max(1, _MAPPED_BYTES // max(1, row))
@@ -212,9 +212,9 @@ class Folder:
                     take(region, block.begin, block.end, self.piece(name)[block.slices])
                     self._count(block.shape[0] * row)
 
-    def _cuts(self, source: Source, shape: tuple[int, ...]) -> dict[str, Cut]:
+    def _cuts(self, source: Source, into: Parted) -> dict[str, Cut]:
         """Return the part of a parameter that each tensor in the folder is. Raises the errors of `read`."""
-        names, turn = source.names, -1 if source.transposed else 1
+        names, shape, turn = source.names, tuple(into.shape), -1 if source.transposed else 1
         sizes = {name: tuple(self.piece(name).get_shape())[::turn] for name in _flat(names)}
         if isinstance(names, str):
             if sizes[names] != shape:
@@ -239,7 +239,8 @@ class Folder:
                     cuts[name] = Cut(
                         begin, (index + 1, first, *shape[2:]), tuple(range(1, len(shape)))[::turn]
                     )
-        for name in sizes:
+        # A buffer, such as the count of a batch norm's samples, may have integers.
+        for name in sizes if into.dtype.is_floating_point else ():
             if (dtype := self.piece(name).get_dtype()) not in _FLOATS:
                 expected = f"one of {', '.join(_FLOATS)}; meshcomm does not train quantized weights"
                 raise self._refused(name, f"dtype {dtype}", expected, TrainingError)

@@ -99,6 +99,14 @@ def test_names_of_a_base_model_and_names_that_no_model_reads(tmp_path: Path) -> 
     assert all(torch.equal(found[key], given[key]) for key in NAMES)
 
 
+def test_the_count_of_a_batch_norm_is_read(tmp_path: Path) -> None:
+    save_file({"count": torch.tensor(7)}, tmp_path / SINGLE)
+    count = torch.zeros((), dtype=torch.int64)
+    with Folder(tmp_path) as folder:
+        folder.read(Source("count"), count)
+    assert count == 7
+
+
 def broken(change: Callable[[Path, dict[str, Tensor]], object]) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         given = tensors(NAMES)
