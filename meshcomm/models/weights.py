@@ -60,6 +60,8 @@ _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 # Files are memory-mapped. The parts that were read count as this process's memory until the file is closed.
 _MAPPED_BYTES: Final = 32 << 20
 _LARGEST: Final = 8  # bytes per element
+# What helps if a tensor does not fit the model.
+_SAME: Final = "use config.json and weights of the same model"
 
 
 @final
@@ -189,12 +191,9 @@ class Folder:
                 self.read(Source(name), piece)
             whole = source.convert(pieces)
             if tuple(whole.shape) != into.shape:
-                raise ShapeError(
-                    f"the tensor made from {_flat(source.names)[0]} does not fit the model",
-                    given=f"shape {tuple(whole.shape)}",
-                    expected=f"{tuple(into.shape)}, as in the model",
-                    hint="use config.json and weights of the same model",
-                )
+                what = f"the tensor made from {_flat(source.names)[0]} does not fit the model"
+                expected = f"{tuple(into.shape)}, as in the model"
+                raise ShapeError(what, given=f"shape {tuple(whole.shape)}", expected=expected, hint=_SAME)
             for region in own_regions(into):
                 take(region, *region.box[:2], whole[region.box.slices])
             return
@@ -218,20 +217,20 @@ class Folder:
         sizes = {name: tuple(self.piece(name).get_shape())[::turn] for name in _flat(names)}
         if isinstance(names, str):
             if sizes[names] != shape:
+                given = f"shape {sizes[names][::turn]} in {self._place(names)}"
                 expected = f"{shape[::turn]}, as in the model"
-                raise self._refused(names, f"shape {sizes[names][::turn]}", expected, ShapeError)
+                raise ShapeError(
+                    f"{names} does not fit the model", given=given, expected=expected, hint=_SAME
+                )
             cuts = {names: Cut((0,) * len(shape), shape, tuple(range(len(shape)))[::turn])}
         else:
             cuts = {}
             rows = {tuple(sizes[name] for name in row) for row in names}
             usual = next(iter(rows))
             if len(rows) > 1 or (len(names), sum(size[0] for size in usual), *usual[0][1:]) != shape:
-                raise ShapeError(
-                    f"{_flat(names)[0]} and the tensors stacked with it do not fit the model",
-                    given=f"{len(names)} times {' and '.join(map(str, usual))} in {self._path}",
-                    expected=f"{shape} together",
-                    hint="use config.json and weights of the same model",
-                )
+                what = f"{_flat(names)[0]} and the tensors stacked with it do not fit the model"
+                given = f"{len(names)} times {' and '.join(map(str, usual))} in {self._path}"
+                raise ShapeError(what, given=given, expected=f"{shape} together", hint=_SAME)
             for index, row in enumerate(names):
                 first = 0
                 for name, size in zip(row, usual, strict=True):
@@ -243,7 +242,10 @@ class Folder:
         for name in sizes if into.dtype.is_floating_point else ():
             if (dtype := self.piece(name).get_dtype()) not in _FLOATS:
                 expected = f"one of {', '.join(_FLOATS)}; meshcomm does not train quantized weights"
-                raise self._refused(name, f"dtype {dtype}", expected, TrainingError)
+                given = f"dtype {dtype} in {self._place(name)}"
+                raise TrainingError(
+                    f"{name} does not fit the model", given=given, expected=expected, hint=_SAME
+                )
         return cuts
 
     def piece(self, name: str) -> Any:
@@ -260,7 +262,7 @@ class Folder:
         try:
             return self._file(self._places[called]).get_slice(called)
         except SafetensorError as error:
-            raise _damaged(self._path / self._places[called], error) from error
+            raise _damaged(self._place(called), error) from error
 
     def _count(self, size: int) -> None:
         """Count the bytes that were read, and release the mapped pages whenever they exceed a limit."""
@@ -268,17 +270,8 @@ class Folder:
         if self._mapped > _MAPPED_BYTES:
             self._close()
 
-    def _refused(
-        self, name: str, what: str, expected: str, kind: type[TrainingError] | type[ShapeError]
-    ) -> Exception:
-        """Return the error for a tensor that does not fit the model."""
-        where = self._path / self._places[self._called(name)]
-        return kind(
-            f"{name} does not fit the model",
-            given=f"{what} in {where}",
-            expected=expected,
-            hint="use config.json and weights of the same model",
-        )
+    def _place(self, name: str) -> Path:
+        return self._path / self._places[self._called(name)]
 
     def _called(self, name: str) -> str:
         short = name.removeprefix(f"{self._base}.") if self._base else name
