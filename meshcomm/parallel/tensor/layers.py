@@ -133,7 +133,9 @@ class VocabParallelEmbedding(nn.Module):
         split, table, padding = self.meshcomm_split, held(self, "weight"), self.padding_idx
         dtype = self.meshcomm_dtype or table.dtype
         if split.size == 1 and not split.mesh.is_async:
-            return F.embedding(ids, table, padding).to(dtype)
+            # If ids are outside the vocabulary, `outside_of` names them.
+            with nullcontext() if torch.compiler.is_compiling() else suppress(IndexError):
+                return F.embedding(ids, table, padding).to(dtype)
         outside = outside_of(split, ids, table.shape[0] * split.size, "an embedding's ids")
         row, mine = owned(ids, table.shape[0], split.coord)
         embedded = F.embedding(row, table).to(dtype)
