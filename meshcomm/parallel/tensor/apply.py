@@ -139,7 +139,11 @@ class _Splitting:
         for key, value in rule.set.items():
             setattr(part, key, getattr(part, key) // split.size if value == "split" else value)
         if rule.style == "column":
-            self._column(part, rule, split, self._entry(name, split))
+            part.meshcomm_entry, part.meshcomm_output = self._entry(name, split), rule.output
+            part.meshcomm_transposed = is_conv1d(part)
+            for key in ("weight", "bias"):
+                self._place(part, rule, key)
+            self._become(part, ColumnParallel, split)
         elif rule.style == "row":
             self._place(part, rule, "weight")
             split.partial(part, "bias")
@@ -177,13 +181,6 @@ class _Splitting:
             if self.rules.get(name, Rule()).style == "replicate":
                 return self.whole
         return self.split
-
-    def _column(self, part: Any, rule: Rule, split: TensorSplit, entry: Callable[[Tensor], Tensor]) -> None:
-        part.meshcomm_entry, part.meshcomm_output = entry, rule.output
-        part.meshcomm_transposed = is_conv1d(part)
-        for key in ("weight", "bias"):
-            self._place(part, rule, key)
-        self._become(part, ColumnParallel, split)
 
     def _entry(self, name: str, split: TensorSplit) -> Callable[[Tensor], Tensor]:
         """Return the entry of the nearest module around `name` that is not a list or dict. Inside an "enter" module,
