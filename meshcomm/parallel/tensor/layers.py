@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.parallel.recompute import added_up
 from meshcomm.parallel.tensor.parameters import local
-from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.parallel.tensor.split import TensorSplit, wide_dtype
 from meshcomm.transfer.fused import FUSED, joined
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -242,7 +242,7 @@ def cross_entropy(
 def _whole(
     logits: Tensor, targets: Tensor, ignore_index: int, reduction: Reduction, smoothing: float
 ) -> Tensor:
-    rows = logits.flatten(0, -2).to(_wide(logits.dtype))
+    rows = logits.flatten(0, -2).to(wide_dtype(logits.dtype))
     return F.cross_entropy(
         rows, targets.flatten(), ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing
     )
@@ -266,7 +266,7 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
         z_loss: float,
     ) -> Tensor:
-        rows, wide = logits.flatten(0, -2), _wide(logits.dtype)
+        rows, wide = logits.flatten(0, -2), wide_dtype(logits.dtype)
         place, mine = owned(targets.flatten(), logits.shape[-1], split.coord)
         counted = counted.flatten()
         highest = rows.amax(-1).to(wide)
@@ -320,10 +320,6 @@ class _CrossEntropy(torch.autograd.Function):
             softmax.scatter_add_(-1, place.unsqueeze(-1), target)
             torch.mul(softmax, (grad * counted).unsqueeze(-1), out=into)
         return gradient, None, None, None, None, None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _parts(x: Tensor, of: Tensor | None = None) -> tuple[Tensor, ...]:
