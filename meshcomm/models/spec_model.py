@@ -184,7 +184,7 @@ class SpecModel(Model):
         """See Model."""
         spec, parameters = self.spec, unfused(dict(module.named_parameters()), module)
         if spec.weights is None:
-            drawn = {} if spec.initialise else default_values(spec, self._train.seed)
+            drawn: Mapping[str, Tensor] = {} if spec.initialise else default_values(spec, self._train.seed)
             for name, parameter in parameters.items():
                 assign(
                     parameter,
