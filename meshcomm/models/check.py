@@ -67,12 +67,14 @@ def config_for(program: Program, use: Use, microbatches: int = 0) -> Config:
     dims = {"dp": 2 if use.data or use.expert else 1}
     mesh: dict[str, Any] = {"dims": dims, "device": "cpu"}
     parallel: dict[str, Any] = {"data": "dp"}
-    if use.tensor:
-        dims["tp"] = 2
-        parallel |= {"tensor": "tp", "options": {"sequence_parallel": use.sequence_parallel}}
-    if use.context:
-        dims["cp"] = 2
-        parallel |= {"context": "cp", "options": {"attention": use.attention}}
+    for part, dim, options in (
+        ("tensor", "tp", {"sequence_parallel": use.sequence_parallel}),
+        ("pipeline", "pp", {"schedule": "gpipe"}),
+        ("context", "cp", {"attention": use.attention}),
+    ):
+        if getattr(use, part):
+            dims[dim] = 2
+            parallel |= {part: dim, "options": options}
     if use.expert:
         mesh["views"], parallel["expert"] = {"expert": {"ep": 2}}, "ep"
     train = {
@@ -265,7 +267,7 @@ class _Runs:
     def on_two_ranks(self, use: Use, silent: bool) -> list[Outcome]:
         """Return what an Engine computes on each of two ranks."""
         config, noise = config_for(self.program, use), bool(self.alone().noise)
-        return on_a_mesh(self.program, config, silent=silent, noise=noise, cut=use.pipeline)
+        return on_a_mesh(self.program, config, silent=silent, noise=noise)
 
 
 def _check_kind(runs: _Runs, use: Use, name: str, setting: str, noisy: bool) -> None:

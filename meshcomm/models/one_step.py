@@ -11,7 +11,7 @@ import math
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -28,18 +28,14 @@ from meshcomm.config import Config
 from meshcomm.mesh import Mesh
 from meshcomm.models.family_code import wide
 from meshcomm.models.outside import apart
-from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.torch_private import named_arguments
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.loss import IGNORED, logits_of, takes_inputs
 from meshcomm.parallel.memory import to_train_mode
 from meshcomm.parallel.model import LossOf, Model
 from meshcomm.parallel.optimizer import MakeOptimizer, grouped, optimizer_of
-from meshcomm.parallel.pipeline import Stage
-from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tree import called, in_parts, with_tensors
-from meshcomm.predict.stages import split_layers
 from meshcomm.simulator import simulate
 from meshcomm.transfer.fused import unfused
 from meshcomm.transport.torch_private import DispatchMode
@@ -376,21 +372,15 @@ def on_a_mesh(
     *,
     silent: bool = True,
     noise: bool = False,
-    cut: bool = False,
 ) -> list[Outcome]:
     """Return what an Engine computes on each simulated rank of the mesh of `config`.
 
     silent: whether dropout is switched off. noise: whether the program draws other random numbers, which constants then replace.
-    cut: whether the model is cut into two stages, which one rank runs in turn.
     """
 
     def body(mesh: Mesh) -> Outcome:
         with _settings(silent, False, noise):
-            model = program.model(config)
-            if cut:
-                assert isinstance(model, SpecModel)
-                model = InTurn(model)
-            engine = Engine(mesh, config, model, program.optimizer)
+            engine = Engine(mesh, config, program.model(config), program.optimizer)
             if silent:
                 for module in engine.modules:
                     _quiet(module)
@@ -416,65 +406,6 @@ def on_a_mesh(
         return outcome
 
     return simulate(body, config)
-
-
-@final
-class InTurn(Model):
-    """A model that is cut into two stages, which one rank runs in turn, without a pipeline."""
-
-    num_layers = 1
-
-    def __init__(self, model: SpecModel) -> None:
-        self._model = model
-        self.hidden_size, self.vocab_size = model.hidden_size, model.vocab_size
-        self.own_loss = model.own_loss
-        layers = split_layers(model.num_layers, 2)
-        self._stages = [Stage(index, 2, blocks) for index, blocks in enumerate(layers)]
-
-    def stage(self, splits: Splits, stage: Stage) -> nn.Module:
-        """See Model."""
-        first, last = (self._model.stage(splits, stage) for stage in self._stages)
-        for name in self._model.spec.tied or ():
-            part, _, key = name.rpartition(".")
-            with suppress(AttributeError):
-                if (weight := last.get_parameter(name)) is not None and first.tied_weight is not None:
-                    del weight
-                    setattr(last.get_submodule(part), key, first.tied_weight)
-        return _InTurn(first, last)
-
-    def fill(self, module: nn.Module, stage: Stage) -> None:
-        """See Model."""
-        assert isinstance(module, _InTurn)
-        for part, stage_of_part in zip(module.parts, self._stages, strict=True):
-            self._model.fill(part, stage_of_part)
-
-    def check(self, splits: Splits, stages: int) -> None:
-        """See Model."""
-        self._model.check(splits, len(self._stages))
-
-    def outputs(self, splits: Splits) -> int:
-        """See Model."""
-        return self._model.outputs(splits)
-
-
-class _InTurn(nn.Module):
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield all modules by their names in the model: no two stages have a parameter or a buffer of the same name."""
-        memo = set() if memo is None else memo
-        yield prefix, self
-        for part in self.parts:
-            yield from part.named_modules(memo, prefix, remove_duplicate)
-
-    def forward(self, x: Any) -> Any:
-        for part in self.parts:
-            x = part(x)
-        return x
 
 
 def _whole(engine: Engine, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

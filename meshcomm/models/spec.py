@@ -165,7 +165,7 @@ class ModelSpec:
         parts = {
             stored_name: part
             for row, rows in zip(names, value, strict=True)
-            for stored_name, part in zip(row, rows.chunk(len(row)), strict=True)
+            for stored_name, part in zip(row, rows.unflatten(0, (len(row), -1)), strict=True)
         }
         return {stored_name: part.T if transposed else part for stored_name, part in parts.items()}
 

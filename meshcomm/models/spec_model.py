@@ -31,7 +31,7 @@ from meshcomm.models.spec import (
     default_values,
     unfilled,
 )
-from meshcomm.models.weights import Folder, Source, write
+from meshcomm.models.weights import Folder, Source
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
 from meshcomm.parallel.become import become
 from meshcomm.parallel.context.documents import places, within
@@ -43,11 +43,12 @@ from meshcomm.parallel.model import Model, OwnLoss
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.recompute import compile_blocks, run
 from meshcomm.parallel.splits import Splits, along
-from meshcomm.parallel.tensor import TensorSplit, tensor_parallel
+from meshcomm.parallel.tensor import TensorSplit, assign, tensor_parallel
 from meshcomm.parallel.tensor.example import Calls, explained
 from meshcomm.parallel.tensor.plan import Rule, matches, rules_of
 from meshcomm.parallel.tree import called, first_tensor, with_tensors
 from meshcomm.predict.stages import PartCosts
+from meshcomm.transfer.fused import unfused
 
 
 @final
@@ -181,33 +182,29 @@ class SpecModel(Model):
 
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """See Model."""
-        spec = self.spec
-        if spec.weights is not None:
-            ignored = (*self._ignored, *(f"^{re.escape(name)}$" for name in (spec.tied or ())[1:]))
-            with Folder(spec.weights, base=self._base, ignored=ignored) as folder:
-                sources = self._sources(folder)
-                folder.check(
-                    sources, [name for name in self._names if not self._is_added(name)], self._buffers
+        spec, parameters = self.spec, unfused(dict(module.named_parameters()), module)
+        if spec.weights is None:
+            drawn: Mapping[str, Tensor] = {} if spec.initialise else default_values(spec, self._train.seed)
+            for name, parameter in parameters.items():
+                assign(
+                    parameter,
+                    spec.initialise(name, tuple(parameter.shape)) if spec.initialise else drawn[name],
                 )
-
-                def stored(name: str, shape: tuple[int, ...]) -> Any:
-                    if spec.initialise is not None and self._is_added(name):
-                        return spec.initialise(name, shape)
-                    if spec.tied and name in spec.tied:
-                        sources_of_tied = [sources[tied] for tied in spec.tied if tied in sources]
-                        return folder.read_twice(sources_of_tied, shape)
-                    return folder.read(sources[name], shape)
-
-                write(module, stored)
-                for name, buffer in module.named_buffers():
-                    if name in self._buffers and name in sources:
-                        folder.read(sources[name], tuple(buffer.shape)).copy((0,) * buffer.ndim, buffer)
-        elif spec.initialise is not None:
-            draw = spec.initialise
-            write(module, draw)
-        else:
-            drawn = default_values(spec, self._train.seed)
-            write(module, lambda name, shape: drawn[name])
+            return
+        ignored = (*self._ignored, *(f"^{re.escape(name)}$" for name in (spec.tied or ())[1:]))
+        with Folder(spec.weights, base=self._base, ignored=ignored) as folder:
+            sources = self._sources(folder)
+            folder.check(sources, [name for name in self._names if not self._is_added(name)], self._buffers)
+            for name, parameter in parameters.items():
+                if spec.initialise is not None and self._is_added(name):
+                    assign(parameter, spec.initialise(name, tuple(parameter.shape)))
+                elif spec.tied and name in spec.tied:
+                    folder.read_twice([sources[tied] for tied in spec.tied if tied in sources], parameter)
+                else:
+                    folder.read(sources[name], parameter)
+            for name, buffer in module.named_buffers():
+                if name in self._buffers and name in sources:
+                    folder.read(sources[name], buffer)
 
     def _is_added(self, name: str) -> bool:
         return any(matches(pattern, name) for pattern in self.spec.added)

@@ -7,20 +7,18 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.layout.names import did_you_mean, listed
-from meshcomm.parallel.tensor import assign
-from meshcomm.transfer.fused import unfused
-from meshcomm.transfer.tensors import own_regions
+from meshcomm.transfer.placement import Box
+from meshcomm.transfer.tensors import Cut, Cutout, Parted, Region, own_regions
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -62,27 +60,8 @@ _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 # Files are memory-mapped. The parts that were read count as this process's memory until the file is closed.
 _MAPPED_BYTES: Final = 32 << 20
 _LARGEST: Final = 8  # bytes per element
-
-
-@torch.no_grad()
-def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> None:
-    """Fill this rank's parts of all parameters of a split and sharded module. Does not communicate.
-
-    value: (name, full shape) -> the full values, or a `Stored`, of which only this rank's parts are read. The full shape
-           is the shape before the module was split.
-    """
-    for name, parameter in unfused(dict(module.named_parameters()), module).items():
-        full = value(name, tuple(parameter.shape))
-        if not isinstance(full, Stored):
-            assign(parameter, full)
-            continue
-        for region in own_regions(parameter):
-            box, values = region.box, region.held
-            if region.units is not None:
-                values = torch.empty(box.shape, dtype=values.dtype, device=values.device)
-            full.copy(box.begin, values)
-            if region.units is not None:
-                region.write(box.begin, box.end, values)
+# What helps if a tensor does not fit the model.
+_SAME: Final = "use config.json and weights of the same model"
 
 
 @final
@@ -166,33 +145,108 @@ class Folder:
                 or "use config.json and weights of the same model; or [model] build, for another model",
             )
 
-    def read(self, source: Source, shape: tuple[int, ...]) -> Stored:
-        """Return a reader for slices of a parameter with this shape.
+    @torch.no_grad()
+    def read(self, source: Source, into: Parted) -> None:
+        """Write a parameter into this rank's parts of it. Only these parts are read, except for a conversion.
 
-        Raises: TrainingError if a tensor is missing or does not have a floating-point dtype; ShapeError.
+        Raises: TrainingError if a tensor is missing, or if that of a floating-point parameter has another kind of dtype; ShapeError.
         """
-        names, transposed, convert = source
-        if convert is not None:
-            return _converted(
-                [self.read(Source(stored_name), ()) for stored_name in _flat(names)], convert, names, shape
-            )
-        if isinstance(names, str):
-            return _one(self, names, shape, transposed)
-        pieces = [[self.read(Source(stored_name, transposed), ()) for stored_name in row] for row in names]
-        return _stacked(pieces, names, shape, self._path)
+        self._pass(source, into, Region.write)
 
-    def read_twice(self, sources: Sequence[Source], shape: tuple[int, ...]) -> Stored:
+    @torch.no_grad()
+    def read_twice(self, sources: Sequence[Source], into: Parted) -> None:
         """Like `read`, for a tensor that may be stored under several names.
 
-        Reading a slice raises TrainingError if the copies differ in this slice.
+        Raises TrainingError if the copies differ in this rank's parts.
         """
         present = [source for source in sources if self._called(_flat(source.names)[0]) in self._places]
-        first, *others = (self.read(source, shape) for source in present or sources[:1])
-        return (
-            _twice(first, others[0], [str(source.names) for source in present], self._path)
-            if others
-            else first
-        )
+
+        def check(region: Region, begin: Sequence[int], end: Sequence[int], values: Tensor) -> None:
+            own = region.read(begin, end)
+            if not torch.equal(own, values.to(own)):
+                raise TrainingError(
+                    f"{' and '.join(str(source.names) for source in present)} are one weight in config.json, but two in the weights",
+                    given=f"different values under the two names in {self._path}",
+                    expected="equal values, or only one of the two; transformers does not tie different weights",
+                    hint='set "tie_word_embeddings": false in config.json',
+                )
+
+        first, *others = present or sources[:1]
+        self.read(first, into)
+        for other in others:
+            self._pass(other, into, check)
+
+    def _pass(
+        self,
+        source: Source,
+        into: Parted,
+        take: Callable[[Region, Sequence[int], Sequence[int], Tensor], None],
+    ) -> None:
+        """Pass the values of each of this rank's parts to `take`, block by block: a region, the box of a block within it, its values."""
+        if source.convert is not None:
+            pieces = [
+                torch.empty(self.piece(name).get_shape(), dtype=into.dtype) for name in _flat(source.names)
+            ]
+            for name, piece in zip(_flat(source.names), pieces, strict=True):
+                self.read(Source(name), piece)
+            whole = source.convert(pieces)
+            if tuple(whole.shape) != into.shape:
+                what = f"the tensor made from {_flat(source.names)[0]} does not fit the model"
+                expected = f"{tuple(into.shape)}, as in the model"
+                raise ShapeError(what, given=f"shape {tuple(whole.shape)}", expected=expected, hint=_SAME)
+            for region in own_regions(into):
+                take(region, *region.box[:2], whole[region.box.slices])
+            return
+        for name, cut in self._cuts(source, into).items():
+            # Blocks are ranges of the file's first axis, so that the pages of a block are adjacent.
+            row = math.prod(cut.shape[1:]) * _LARGEST
+            step = max(1, _MAPPED_BYTES // max(1, row))
+            for region in own_regions(Cutout(into, cut)):
+                if not cut.shape:
+                    take(region, (), (), self.piece(name)[...])
+                    continue
+                (first, *begin), (last, *end), _ = region.box
+                for place in range(first, last, step):
+                    block = Box((place, *begin), (min(place + step, last), *end))
+                    take(region, block.begin, block.end, self.piece(name)[block.slices])
+                    self._count(block.shape[0] * row)
+
+    def _cuts(self, source: Source, into: Parted) -> dict[str, Cut]:
+        """Return the part of a parameter that each tensor in the folder is. Raises the errors of `read`."""
+        names, shape, turn = source.names, tuple(into.shape), -1 if source.transposed else 1
+        sizes = {name: tuple(self.piece(name).get_shape())[::turn] for name in _flat(names)}
+        if isinstance(names, str):
+            if sizes[names] != shape:
+                given = f"shape {sizes[names][::turn]} in {self._place(names)}"
+                expected = f"{shape[::turn]}, as in the model"
+                raise ShapeError(
+                    f"{names} does not fit the model", given=given, expected=expected, hint=_SAME
+                )
+            cuts = {names: Cut((0,) * len(shape), shape, tuple(range(len(shape)))[::turn])}
+        else:
+            cuts = {}
+            rows = {tuple(sizes[name] for name in row) for row in names}
+            usual = next(iter(rows))
+            if len(rows) > 1 or (len(names), sum(size[0] for size in usual), *usual[0][1:]) != shape:
+                what = f"{_flat(names)[0]} and the tensors stacked with it do not fit the model"
+                given = f"{len(names)} times {' and '.join(map(str, usual))} in {self._path}"
+                raise ShapeError(what, given=given, expected=f"{shape} together", hint=_SAME)
+            for index, row in enumerate(names):
+                first = 0
+                for name, size in zip(row, usual, strict=True):
+                    begin, first = (index, first, *(0,) * (len(shape) - 2)), first + size[0]
+                    cuts[name] = Cut(
+                        begin, (index + 1, first, *shape[2:]), tuple(range(1, len(shape)))[::turn]
+                    )
+        # A buffer, such as the count of a batch norm's samples, may have integers.
+        for name in sizes if into.dtype.is_floating_point else ():
+            if (dtype := self.piece(name).get_dtype()) not in _FLOATS:
+                expected = f"one of {', '.join(_FLOATS)}; meshcomm does not train quantized weights"
+                given = f"dtype {dtype} in {self._place(name)}"
+                raise TrainingError(
+                    f"{name} does not fit the model", given=given, expected=expected, hint=_SAME
+                )
+        return cuts
 
     def piece(self, name: str) -> Any:
         """Return the safetensors package's object for a tensor, from which slices can be read."""
@@ -208,25 +262,16 @@ class Folder:
         try:
             return self._file(self._places[called]).get_slice(called)
         except SafetensorError as error:
-            raise _damaged(self._path / self._places[called], error) from error
+            raise _damaged(self._place(called), error) from error
 
-    def mapped(self, size: int) -> None:
+    def _count(self, size: int) -> None:
         """Count the bytes that were read, and release the mapped pages whenever they exceed a limit."""
         self._mapped += size
         if self._mapped > _MAPPED_BYTES:
             self._close()
 
-    def refused(
-        self, name: str, what: str, expected: str, kind: type[TrainingError] | type[ShapeError]
-    ) -> Exception:
-        """Return the error for a tensor that does not fit the model."""
-        where = self._path / self._places[self._called(name)]
-        return kind(
-            f"{name} does not fit the model",
-            given=f"{what} in {where}",
-            expected=expected,
-            hint="use config.json and weights of the same model",
-        )
+    def _place(self, name: str) -> Path:
+        return self._path / self._places[self._called(name)]
 
     def _called(self, name: str) -> str:
         short = name.removeprefix(f"{self._base}.") if self._base else name
@@ -245,123 +290,6 @@ class Folder:
         self._files.clear()
         self._open.close()
         self._mapped = 0
-
-
-@final
-@dataclass(frozen=True)
-class Stored:
-    """A full tensor on disk.
-
-    shape: the parameter's shape. copy: copies the slice that starts at a place to a tensor, block by block. The tensor has the
-    slice's shape and any dtype.
-    """
-
-    shape: tuple[int, ...]
-    copy: Callable[[Sequence[int], Tensor], None]
-
-    def whole(self) -> Tensor:
-        """Return the full tensor, for a parameter that is kept in a different order."""
-        full = torch.empty(self.shape, dtype=torch.float64)
-        self.copy((0,) * len(self.shape), full)
-        return full
-
-
-def _one(folder: Folder, name: str, shape: tuple[int, ...], transposed: bool) -> Stored:
-    held = folder.piece(name)
-    size = tuple(held.get_shape())
-    if shape and (size[::-1] if transposed else size) != shape:
-        expected = f"{shape[::-1] if transposed else shape}, as in the model"
-        raise folder.refused(name, f"shape {size}", expected, ShapeError)
-    if held.get_dtype() not in _FLOATS:
-        expected = f"one of {', '.join(_FLOATS)}; meshcomm does not train quantized weights"
-        raise folder.refused(name, f"dtype {held.get_dtype()}", expected, TrainingError)
-    shape = size[::-1] if transposed else size
-
-    def copy(begins: Sequence[int], into: Tensor) -> None:
-        if not into.numel():
-            return
-        if not into.ndim:
-            into.copy_(folder.piece(name)[...])
-            return
-        sizes = list(into.shape)
-        # Blocks are ranges of the file's first axis, so that the pages of a block are adjacent.
-        along = len(sizes) - 1 if transposed else 0
-        row = math.prod(shape) // shape[along] * _LARGEST
-        step = max(1, _MAPPED_BYTES // row)
-        for begin in range(0, sizes[along], step):
-            end = min(begin + step, sizes[along])
-            part = [slice(first, first + n) for first, n in zip(begins, sizes, strict=True)]
-            part[along] = slice(begins[along] + begin, begins[along] + end)
-            held = folder.piece(name)
-            values = held[tuple(reversed(part))].T if transposed else held[tuple(part)]
-            into.narrow(along, begin, end - begin).copy_(values)
-            del held, values
-            folder.mapped((end - begin) * row)
-
-    return Stored(shape, copy)
-
-
-def _twice(first: Stored, second: Stored, names: Sequence[str], path: Path) -> Stored:
-    """Return a tensor that a folder stores under two names."""
-
-    def copy(begins: Sequence[int], into: Tensor) -> None:
-        other = torch.empty_like(into)
-        first.copy(begins, into)
-        second.copy(begins, other)
-        if not torch.equal(into, other):
-            raise TrainingError(
-                f"{' and '.join(names)} are one weight in config.json, but two in the weights",
-                given=f"different values under the two names in {path}",
-                expected="equal values, or only one of the two; transformers does not tie different weights",
-                hint='set "tie_word_embeddings": false in config.json',
-            )
-
-    return Stored(first.shape, copy)
-
-
-def _converted(
-    pieces: list[Stored], convert: Callable[[list[Tensor]], Tensor], names: Names, shape: tuple[int, ...]
-) -> Stored:
-    """Return a tensor that is computed from others, which are read in full."""
-
-    def copy(begins: Sequence[int], into: Tensor) -> None:
-        whole = convert([piece.whole().to(into.dtype) for piece in pieces])
-        if tuple(whole.shape) != shape:
-            raise ShapeError(
-                f"the tensor made from {_flat(names)[0]} does not fit the model",
-                given=f"shape {tuple(whole.shape)}",
-                expected=f"{shape}, as in the model",
-                hint="use config.json and weights of the same model",
-            )
-        into.copy_(whole[tuple(slice(first, first + n) for first, n in zip(begins, into.shape, strict=True))])
-
-    return Stored(shape, copy)
-
-
-def _stacked(pieces: list[list[Stored]], names: Names, shape: tuple[int, ...], path: Path) -> Stored:
-    """Return a tensor stacked from several tensors (rows, ...), each of which is a range of rows at one index of axis 0."""
-    rows = {tuple(piece.shape for piece in row) for row in pieces}
-    usual = next(iter(rows))
-    whole = (len(pieces), sum(shape[0] for shape in usual), *usual[0][1:])
-    if len(rows) > 1 or (shape and whole != shape):
-        raise ShapeError(
-            f"{_flat(names)[0]} and the tensors stacked with it do not fit the model",
-            given=f"{len(pieces)} times {' and '.join(map(str, usual))} in {path}",
-            expected=f"{shape} together",
-            hint="use config.json and weights of the same model",
-        )
-
-    def copy(begins: Sequence[int], into: Tensor) -> None:
-        for place, target in enumerate(into):
-            first = 0
-            for piece in pieces[begins[0] + place]:
-                begin = max(begins[1], first)
-                end = min(begins[1] + target.shape[0], first + piece.shape[0])
-                if begin < end:
-                    piece.copy((begin - first, *begins[2:]), target[begin - begins[1] : end - begins[1]])
-                first += piece.shape[0]
-
-    return Stored(whole, copy)
 
 
 def _flat(names: Names) -> tuple[str, ...]:

@@ -14,13 +14,13 @@ from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.names import listed
 from meshcomm.parallel.batch_norm import synchronise
+from meshcomm.parallel.data import broadcast_values
 from meshcomm.parallel.dropout import check_dropouts
 from meshcomm.parallel.loss import check_loss
 from meshcomm.parallel.memory import cast, check_cast
 from meshcomm.parallel.model import LossOf, Model, OwnLoss
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.splits import Splits, along
-from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import split_dims
 from meshcomm.parallel.tree import called
 
@@ -82,11 +82,7 @@ class WrappedModule(Model):
         """See Model. Called by every rank, because the method broadcasts the weights."""
         module, train = self.module, self._train
         cast(module, getattr(torch, train.dtype), splits.mesh.device)
-        with torch.no_grad():
-            held = [local(parameter) for parameter in (*module.parameters(), *module.buffers())]
-            for dim in self._parallel.data_dims:
-                if splits.mesh.size(dim) > 1:
-                    splits.mesh.broadcast(dim, [tensor for tensor in held if tensor.numel()], src=0)
+        broadcast_values(splits.mesh, splits.data, (*module.parameters(), *module.buffers()))
         synchronise(module, splits.mesh, along(splits.mesh, splits.data))
         if train.compute_dtype is not None:
             compute = getattr(torch, train.compute_dtype)

@@ -231,11 +231,7 @@ def check_inputs(
     for role, dim in parallel.parts.items():
         if dim in parallel.data_dims or dim not in mesh.layout.dims:
             continue
-        for rank in sorted(digest_of):
-            coords = mesh.get_coords(rank)
-            if coords[dim]:
-                continue
-            others = [mesh.get_rank(**{**coords, dim: coord}) for coord in range(mesh.size(dim))]
+        for rank, *others in sorted(mesh.layout.groups(dim).tolist()):
             odd = [other for other in others if digest_of[other] != digest_of[rank]]
             if odd:
                 raise TrainingError(

@@ -330,6 +330,8 @@ class Engine:
         """
         return self._results.collect()
 
+    # Tensors that are made in inference mode could not be used in training.
+    @torch.inference_mode(False)
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """Return the mean loss over the tokens of several global batches, from forward passes with the modules in eval mode.
 
@@ -340,11 +342,6 @@ class Engine:
         Raises:    TrainingError for no batches; ShapeError for more samples than in a step; UnsupportedOp for fewer samples through a pipeline with a loss
                    that does not ignore targets of -100.
         """
-        # Tensors that are made in inference mode could not be used in training.
-        with torch.inference_mode(False):
-            return self._evaluate(batches)
-
-    def _evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         self._loss.start(None, evaluates=True)
         mine: Tensor | None = None
         number = -1

@@ -265,7 +265,8 @@ class StepLoss:
 
         codes, squares: the sums of a checksum of the names, and of its square, over `ranks` ranks.
         """
-        if ranks * squares != codes**2:
+        # Both products are rounded correctly, which a power is not.
+        if ranks * squares != codes * codes:
             raise _refused(
                 f"terms {listed(self.names) or '(none)'} on {self._mesh.label}, and other ones on other ranks",
                 "the same terms, in the same order, on every rank",

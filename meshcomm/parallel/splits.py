@@ -81,11 +81,6 @@ class Splits:
         """The mesh to which all of the dims belong."""
         return self.tensor.mesh
 
-    @classmethod
-    def of(cls, tensor: TensorSplit) -> Splits:
-        """Return splits of weights only."""
-        return cls(tensor, ContextSplit(tensor.mesh, None))
-
     def summed(self, x: Tensor, dims: Iterable[str]) -> Tensor:
         """Return the sum of `x` along each of `dims`. Called by: every rank along them."""
         for dim in dims:

@@ -29,6 +29,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.models import model_of
 from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.memory import materialise
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.splits import Splits, sections
@@ -114,7 +115,7 @@ def ways(mesh: Mesh, config: Config) -> tuple[list[Way], list[Without], Engine]:
 
     def whole() -> nn.Module:
         """The whole model on this rank, not split."""
-        splits = Splits.of(TensorSplit(mesh, None, getattr(torch, train.dtype)))
+        splits = Splits(TensorSplit(mesh, None, getattr(torch, train.dtype)), ContextSplit(mesh, None))
         stage = Stage(0, 1, range(model.num_layers))
         module = model.stage(splits, stage)
         materialise(module, mesh.device)

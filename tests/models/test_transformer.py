@@ -14,6 +14,7 @@ from meshcomm.config import ModelConfig
 from meshcomm.mesh import Mesh
 from meshcomm.models.transformer import Transformer, initialise, rms_norm, rotary_table, rotate
 from meshcomm.parallel import Stage, TensorSplit
+from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.splits import Splits
 from tests.train.test_steps import ONE_STEP, NoMesh
 
@@ -106,7 +107,8 @@ def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor
 
 def test_the_model_is_the_transformer_it_says_it_is() -> None:
     config = ModelConfig(num_layers=2, hidden_size=24, num_heads=6, num_kv_heads=2, intermediate_size=40)
-    split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None, torch.float64))
+    mesh = cast(Mesh, NoMesh())
+    split = Splits(TensorSplit(mesh, None, torch.float64), ContextSplit(mesh, None))
     model = Transformer(split, config, Stage(0, 1, range(2)), 9, ONE_STEP)
     initialise(model, config, seed=1)
     weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -116,7 +118,8 @@ def test_the_model_is_the_transformer_it_says_it_is() -> None:
 
 def test_weights_follow_from_the_seed_and_the_name_alone() -> None:
     config = ModelConfig(num_layers=4, hidden_size=16, num_heads=2, num_kv_heads=2, intermediate_size=16)
-    split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None))
+    mesh = cast(Mesh, NoMesh())
+    split = Splits(TensorSplit(mesh, None), ContextSplit(mesh, None))
 
     def drawn(seed: int, stage: Stage) -> dict[str, Tensor]:
         model = Transformer(split, config, stage, 4, ONE_STEP)

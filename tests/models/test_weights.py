@@ -18,10 +18,12 @@ import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.models import weights
-from meshcomm.models.weights import INDEX, SINGLE, Folder, Source, write
+from meshcomm.models.weights import INDEX, SINGLE, Folder, Source
 from meshcomm.parallel.tensor import local, tensor_parallel, unsplit_state, whole
+from meshcomm.parallel.tensor.parameters import split_parameter
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
+from meshcomm.transfer.fused import unfused
 
 NAMES = {"a.weight": (8, 6), "a.bias": (8,), "b.weight": (6, 8)}
 
@@ -60,7 +62,8 @@ def filled(path: Path, **options: Any) -> dict[str, Tensor]:
     with Folder(path, **options) as folder:
         sources = {name: Source(name) for name in NAMES}
         folder.check(sources, list(NAMES))
-        write(module, lambda name, shape: folder.read(sources[name], shape))
+        for name, parameter in module.named_parameters():
+            folder.read(sources[name], parameter)
     return module.state_dict()
 
 
@@ -94,6 +97,14 @@ def test_names_of_a_base_model_and_names_that_no_model_reads(tmp_path: Path) -> 
     save_file(held, tmp_path / SINGLE)
     found = filled(tmp_path, base="a", ignored=["^old"])
     assert all(torch.equal(found[key], given[key]) for key in NAMES)
+
+
+def test_the_count_of_a_batch_norm_is_read(tmp_path: Path) -> None:
+    save_file({"count": torch.tensor(7)}, tmp_path / SINGLE)
+    count = torch.zeros((), dtype=torch.int64)
+    with Folder(tmp_path) as folder:
+        folder.read(Source("count"), count)
+    assert count == 7
 
 
 def broken(change: Callable[[Path, dict[str, Tensor]], object]) -> Callable[[Path], None]:
@@ -204,11 +215,9 @@ def split(folder: Path, transposed: bool, shard: bool) -> dict[str, Tensor]:
             fully_shard(module, mesh=mesh["dp"])
         materialise(module, mesh.device)
 
-        def stored(name: str, shape: tuple[int, ...]) -> Any:
-            return known.read(Source(name, transposed and len(shape) == 2), shape)
-
         with Folder(folder) as known, elements_read() as sizes:
-            write(module, stored)
+            for name, parameter in unfused(dict(module.named_parameters()), module).items():
+                known.read(Source(name, transposed and len(parameter.shape) == 2), parameter)
         assert sum(sizes) == sum(local(each).numel() for each in module.parameters())
         return unsplit_state(module)
 
@@ -225,19 +234,30 @@ def test_fused_and_transposed_weights_are_read_by_slices(
         assert all(torch.equal(found[name], given[name]) for name in given)
 
 
-def test_a_parameter_of_three_axes_is_put_together_from_many(tmp_path: Path) -> None:
-    pieces = {f"{e}.{w}": (4 if w == "up" else 3, 5) for e in range(3) for w in ("gate", "up")}
-    given = tensors(pieces)
+STACKED = tuple((f"{e}.gate", f"{e}.up") for e in range(4))
+
+
+def stacked(folder: Path) -> Tensor:
+    """Load a parameter of many tensors, split along two axes, and gather it."""
+    with meshcomm.init(dims={"ep": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+        parameter = split_parameter(mesh, torch.zeros(4, 8, 5, dtype=torch.float64), {"ep": 0, "tp": 1})
+        with Folder(folder) as known, elements_read() as sizes:
+            known.read(Source(STACKED), parameter)
+        assert sum(sizes) == local(parameter).numel()
+        return whole(parameter).clone()
+
+
+def test_a_parameter_of_three_axes_is_put_together_from_many(pool: Pool, tmp_path: Path) -> None:
+    given = tensors({name: (5 if name.endswith("up") else 3, 5) for row in STACKED for name in row})
     save_file(given, tmp_path / SINGLE)
-    names = tuple((f"{e}.gate", f"{e}.up") for e in range(3))
-    whole = torch.stack([torch.cat([given[name] for name in row]) for row in names])
-    with Folder(tmp_path) as folder:
-        held = folder.read(Source(names), (3, 7, 5))
-        part = torch.empty(2, 4, 3, dtype=torch.float64)
-        held.copy((1, 2, 1), part)
-        assert torch.equal(part, whole[1:3, 2:6, 1:4].double())
-        with pytest.raises(ShapeError, match=r"0\.gate and the tensors stacked with it do not fit the model"):
-            folder.read(Source(names), (3, 7, 6))
+    expected = torch.stack([torch.cat([given[name] for name in row]) for row in STACKED])
+    for found in pool.run(stacked, tmp_path, ranks=4):
+        assert torch.equal(found, expected.double())
+    with (
+        Folder(tmp_path) as folder,
+        pytest.raises(ShapeError, match=r"0\.gate and the tensors stacked with it do not fit the model"),
+    ):
+        folder.read(Source(STACKED), torch.empty(4, 8, 6))
 
 
 def test_large_tensors_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshcommError
+from meshcomm.parallel.loss import StepLoss
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
@@ -594,3 +595,11 @@ def test_buffers_of_a_loss_are_in_the_checkpoint(tmp_path: Path, kind: str) -> N
         for part in ((0, 3), (3, 6))
     ]
     assert [*found[0], *found[1]] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [500, 1000])
+def test_equal_terms_are_equal_on_many_ranks(ranks: int) -> None:
+    loss = object.__new__(StepLoss)
+    loss.names = []
+    for code in range(1, 2**20, 9973):
+        loss._agree(0.0, float(ranks), float(ranks), float(ranks * code), float(ranks * code**2))

@@ -18,6 +18,7 @@ from meshcomm.config import Config, ModelConfig, TrainConfig, load_config
 from meshcomm.mesh import Mesh
 from meshcomm.models.transformer import Transformer
 from meshcomm.parallel import Stage, TensorSplit
+from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Start, Step, Summary, learning_rate, run
@@ -95,8 +96,9 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
     summary, calls = results[0]
     assert [name for name, _ in calls] == ["start", "step", "step", "step", "finish"]
     start = calls[0][1]
+    mesh = cast(Mesh, NoMesh())
     one = Transformer(
-        Splits.of(TensorSplit(cast(Mesh, NoMesh()), None)),
+        Splits(TensorSplit(mesh, None), ContextSplit(mesh, None)),
         cast(ModelConfig, config.model),
         Stage(0, 1, range(3)),
         16,

@@ -21,7 +21,7 @@ from meshcomm.parallel.context.torch_private import (
     kernel_attention,
     kernel_attention_backward,
 )
-from meshcomm.parallel.tensor.split import as_autocast
+from meshcomm.parallel.tensor.split import as_autocast, wide_dtype
 
 # The number of score elements that the formula computes at a time.
 _SCORES = 1 << 24
@@ -186,7 +186,7 @@ def attend_block(
     seen: bool (batch, s, t): the keys that each query attends to. For a query without keys, the results are 0 and -inf.
 
     Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s if causal ->
-            (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide(q.dtype)`, or both in `wide(q.dtype)`.
+            (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide_dtype(q.dtype)`, or both in `wide_dtype(q.dtype)`.
     Memory: what torch's kernel needs, if there is one; otherwise, the scores of a few queries at a time.
     """
     inputs = _fitted(q), _fitted(k), _fitted(v)
@@ -235,11 +235,6 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
     share = torch.sigmoid(block_lse - lse).unsqueeze(-1)
     out.lerp_(block_out.to(out.dtype), share)
     torch.logaddexp(lse, block_lse, out=lse)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of `dtype` are summed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def plain_attention(
@@ -302,10 +297,10 @@ def _scores(
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
     """Return x as (batch, kv heads, heads / kv heads, s, head) in the wide dtype."""
-    grouped: Tensor = x.to(wide(x.dtype)).unflatten(1, (k.shape[1], -1))
+    grouped: Tensor = x.to(wide_dtype(x.dtype)).unflatten(1, (k.shape[1], -1))
     return grouped
 
 
 def _each(x: Tensor) -> Tensor:
     """Return x as (batch, kv heads, 1, t, head) in the wide dtype."""
-    return x.to(wide(x.dtype)).unsqueeze(2)
+    return x.to(wide_dtype(x.dtype)).unsqueeze(2)

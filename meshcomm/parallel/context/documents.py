@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final
@@ -22,27 +21,17 @@ def current_documents() -> Tensor | None:
     return _DOCUMENTS.get()
 
 
-@contextmanager
-def attending(documents: Tensor | None) -> Iterator[None]:
-    """Attention in this context stays within documents. If None, nothing changes."""
-    if documents is None:
-        yield
-        return
-    token = _DOCUMENTS.set(documents)
-    try:
-        yield
-    finally:
-        _DOCUMENTS.reset(token)
-
-
 def within(documents: Tensor | None, call: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `call` so that attention stays within documents, even when `call` runs again in backward."""
     return call if documents is None else partial(_attending, documents, call)
 
 
 def _attending(documents: Tensor, call: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    with attending(documents):
+    token = _DOCUMENTS.set(documents)
+    try:
         return call(*args, **named)
+    finally:
+        _DOCUMENTS.reset(token)
 
 
 def places(documents: Tensor) -> Tensor:

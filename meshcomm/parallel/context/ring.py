@@ -27,10 +27,10 @@ from meshcomm.parallel.context.block import (
     block_gradients,
     merge,
     same_document,
-    wide,
 )
 from meshcomm.parallel.context.order import Order, sequence_positions
 from meshcomm.parallel.recompute import once
+from meshcomm.parallel.tensor.split import wide_dtype
 from meshcomm.transport.torch_private import outside_graphs
 
 # The rows of a rank's queries, the received keys that they attend to, and whether attention between the two is causal.
@@ -165,7 +165,7 @@ def _forward(ring: _Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
             keys, values = kv[:, :, :, theirs]
             out, lse = attend_block(q[:, :, mine], keys, values, causal, ring.scale, seen[1])
             if turn == 0:
-                sum_out, sum_lse = out.to(wide(q.dtype)), lse.contiguous()
+                sum_out, sum_lse = out.to(wide_dtype(q.dtype)), lse.contiguous()
             else:
                 merge(sum_out[:, :, mine], sum_lse[:, :, mine], out, lse)
         if coming is not None:
@@ -176,9 +176,9 @@ def _forward(ring: _Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 def _backward(ring: _Ring, queries: Queries, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     assert ring.scale is not None
     q, kv = queries.q, torch.stack([k, v])
-    sum_dq = torch.zeros_like(q, dtype=wide(q.dtype))
+    sum_dq = torch.zeros_like(q, dtype=wide_dtype(q.dtype))
     # The contributions of earlier ranks to the gradients of the current keys and values.
-    sum_dkv = torch.zeros_like(kv, dtype=wide(q.dtype))
+    sum_dkv = torch.zeros_like(kv, dtype=wide_dtype(q.dtype))
     coming_dkv: Handle[list[Tensor]] | None = None
     for turn in range(ring.n):
         coming = ring.pass_on(kv) if turn < ring.n - 1 else None

@@ -182,7 +182,7 @@ class ContextSplit:
         window: with causal, the largest number of keys that a query attends to, ending with its own. If None, a query
                 attends to all earlier keys.
         by:     as for `ulysses_attention`. Ring attention raises UnsupportedOp, because no rank has the full sequence.
-        Within `documents.attending`, a query attends only to keys of its own document.
+        In a call that `documents.within` wraps, a query attends only to keys of its own document.
         """
         documents = current_documents()
         if self.size == 1:

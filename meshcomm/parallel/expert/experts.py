@@ -24,10 +24,8 @@ from meshcomm.parallel.expert.routing import (
 )
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
+from meshcomm.parallel.tensor.split import as_autocast
 from meshcomm.transport.torch_private import outside_graphs
-
-EXPERT_NAMES = ("router.weight", "experts.w1", "experts.w3", "experts.w2")
-"""The names of the parameters of an `Experts` module."""
 
 
 @final
@@ -219,16 +217,13 @@ class Experts(nn.Module):
 
         weights, chosen, keep: (samples, tokens, slots). If keep is None, all choices are kept.
         """
-        tensor, kind, rows = self.tensor, x.device.type, x
+        tensor, rows = self.tensor, x
         if tensor.size > 1:
             # Each rank has a part of every expert's sum. Summing over ranks after the weighted sum, not before, sends one
             # row per token instead of one per choice. Each rank then has only a part of the weights' gradient, too.
             rows = self.mesh.functional.identity(tensor.dim, rows)
             weights = self.mesh.functional.identity(tensor.dim, weights)
-        if torch.is_autocast_enabled(kind):
-            # Matrices are multiplied in this dtype, so rows are sent in it.
-            rows = rows.to(torch.get_autocast_dtype(kind))
-        rows = rows.flatten(0, 1)
+        rows = as_autocast(rows).flatten(0, 1)
         if keep is None:
             spread = each_choice(self.mesh, self.dim, rows, chosen.flatten(0, 1), self.count, self._computed)
         else:

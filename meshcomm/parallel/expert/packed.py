@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from meshcomm.errors import ShapeError
 from meshcomm.parallel.become import become
 from meshcomm.parallel.expert.routing import each_choice
-from meshcomm.parallel.tensor import TensorSplit, local
+from meshcomm.parallel.tensor import TensorSplit
+from meshcomm.parallel.tensor.apply import Around, Running
 from meshcomm.parallel.tensor.parameters import split_parameter
 from meshcomm.transfer.fused import FUSED, Parts, joined, kept
 from meshcomm.transport.torch_private import outside_graphs
@@ -23,14 +23,6 @@ Axes: TypeAlias = Mapping[str, tuple[int, int]]
 
 EXPERTS: Final = "meshcomm_experts"
 """The attribute that marks modules that contain only experts' parameters."""
-
-
-@final
-@dataclass(frozen=True)
-class _Spread:
-    tensor: TensorSplit
-    dim: str | None
-    count: int
 
 
 def spread_experts(
@@ -76,28 +68,29 @@ def spread_experts(
     # The module's code reads the number of experts from this attribute.
     if ranks > 1 and getattr(part, "num_experts", None) == count:
         part.num_experts = count // ranks
-    part.meshcomm_spread = _Spread(tensor, dim if ranks > 1 else None, count)
+    part.meshcomm_split, part.meshcomm_running = tensor, Running()
+    part.meshcomm_dim, part.meshcomm_count = dim if ranks > 1 else None, count
     become(part, SpreadExperts, prefix="Spread")
 
 
-class SpreadExperts:
+class SpreadExperts(Around):
     """A module of packed experts. This rank holds some of the experts, or a part of each."""
 
-    meshcomm_spread: _Spread
-    meshcomm_computes = False
+    meshcomm_dim: str | None
+    meshcomm_count: int
 
     @outside_graphs  # the number of sent rows depends on the data, which a graph does not allow
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, *more: Any, **named: Any) -> Tensor:
         """Run the module's forward. Forward and backward communicate."""
-        spread, shape = self.meshcomm_spread, x.shape
-        tensor, mesh = spread.tensor, spread.tensor.mesh
+        tensor, dim, shape = self.meshcomm_split, self.meshcomm_dim, x.shape
+        mesh = tensor.mesh
         x, chosen, weights = (choices.flatten(0, -2) for choices in (x, chosen, weights))
         if tensor.size > 1:
             x, weights = (
                 mesh.functional.identity(tensor.dim, choices, grad="sum") for choices in (x, weights)
             )
-        if spread.dim is None:
-            y = self._own(x, chosen, weights, *more, **named)
+        if dim is None:
+            y: Tensor = super().forward(x, chosen, weights, *more, **named)
         else:
 
             def computed(
@@ -110,29 +103,21 @@ class SpreadExperts:
                     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
                     number = number.new_zeros(1)
                 ones = torch.ones(len(rows), 1, dtype=weights.dtype, device=rows.device)
-                outputs = self._own(rows, number.unsqueeze(-1), ones, *more, **named)
+                outputs: Tensor = super(SpreadExperts, self).forward(
+                    rows, number.unsqueeze(-1), ones, *more, **named
+                )
                 return outputs[:0] if none else outputs
 
-            choices = each_choice(mesh, spread.dim, x, chosen, spread.count, computed)
+            choices = each_choice(mesh, dim, x, chosen, self.meshcomm_count, computed)
             choices = choices.unflatten(0, (-1, chosen.shape[-1]))
             y = (choices * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         if tensor.size > 1:
             y = mesh.functional.all_reduce(tensor.dim, y, grad="identity")
         return y if y.shape == shape else y.view(shape)
 
-    def _own(self, *args: Any, **named: Any) -> Tensor:
-        self.meshcomm_computes = True
-        try:
-            return super().forward(*args, **named)  # type: ignore[misc,no-any-return]
-        finally:
-            self.meshcomm_computes = False
-
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)  # type: ignore[misc]
-        if isinstance(value, nn.Parameter | DTensor) and self.__dict__.get("meshcomm_computes"):
-            parts = self.__dict__.get(FUSED, {}).get(name)
-            return joined(local(value), parts) if parts else local(value)
-        return value
+        value, parts = super().__getattr__(name), self.__dict__.get(FUSED, {}).get(name)
+        return joined(value, parts) if parts and not isinstance(value, DTensor) else value
 
 
 def separate(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:

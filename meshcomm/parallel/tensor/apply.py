@@ -109,22 +109,13 @@ def tensor_parallel(
     return split
 
 
-def lay_out(module: nn.Module, mesh: Mesh, plan: Mapping[str, Entry]) -> None:
-    """Give the multi-part weights of an unsplit module the shapes that `tensor_parallel` gives them, in place.
-
-    A checkpoint then has the same shapes on every mesh. Raises ConfigError if the plan does not fit the module.
-    """
-    split = TensorSplit(mesh, None)
-    _Splitting(split, module, checked_rules(split, module, plan)).lay_out()
-
-
 class _Splitting:
     """The implementation of `tensor_parallel`, after all checks."""
 
     def __init__(self, split: TensorSplit, module: nn.Module, rules: Mapping[str, Rule]) -> None:
         self.split, self.module, self.rules = split, module, rules
         # The split for parts that receive full sequences.
-        self.whole = TensorSplit(split.mesh, split.dim or None, split.dtype)
+        self.whole = TensorSplit(split.mesh, split.dim, split.dtype)
         self.names: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
         self.replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self.entries: dict[int, SharedEntry] = {}
@@ -143,19 +134,16 @@ class _Splitting:
         # The module's forward counts for all its parts, because some code reads a part's weight without calling the part.
         self._become(self.module, Around, self.split)
 
-    def lay_out(self) -> None:
-        """Set only the shapes of multi-part weights."""
-        for name, rule in self.rules.items():
-            part = self.names[name]
-            if rule.style == "column" and rule.parts_of(part, "weight"):
-                self._column(part, rule, self.split, entered)
-
     def _apply(self, name: str, part: Any, rule: Rule) -> None:
         split = self.whole if rule.sequence == "whole" else self._split_in(name)
         for key, value in rule.set.items():
             setattr(part, key, getattr(part, key) // split.size if value == "split" else value)
         if rule.style == "column":
-            self._column(part, rule, split, self._entry(name, split))
+            part.meshcomm_entry, part.meshcomm_output = self._entry(name, split), rule.output
+            part.meshcomm_transposed = is_conv1d(part)
+            for key in ("weight", "bias"):
+                self._place(part, rule, key)
+            self._become(part, ColumnParallel, split)
         elif rule.style == "row":
             self._place(part, rule, "weight")
             split.partial(part, "bias")
@@ -193,13 +181,6 @@ class _Splitting:
             if self.rules.get(name, Rule()).style == "replicate":
                 return self.whole
         return self.split
-
-    def _column(self, part: Any, rule: Rule, split: TensorSplit, entry: Callable[[Tensor], Tensor]) -> None:
-        part.meshcomm_entry, part.meshcomm_output = entry, rule.output
-        part.meshcomm_transposed = is_conv1d(part)
-        for key in ("weight", "bias"):
-            self._place(part, rule, key)
-        self._become(part, ColumnParallel, split)
 
     def _entry(self, name: str, split: TensorSplit) -> Callable[[Tensor], Tensor]:
         """Return the entry of the nearest module around `name` that is not a list or dict. Inside an "enter" module,

@@ -18,6 +18,7 @@ from meshcomm.parallel.memory import eval_mode
 from meshcomm.parallel.tensor.parameters import local, whole
 from meshcomm.parallel.tensor.plan import Rule
 from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.parallel.tree import tensors_of
 from meshcomm.transfer.fused import unfused
 from meshcomm.watching.callsite import is_ours
 
@@ -87,7 +88,7 @@ class Seen:
         self.calls = Calls()
         self.values: dict[str, Tensor] = {}
         try:
-            outputs = _tensors(self._run(module, example))
+            outputs = tensors_of(self._run(module, example))
         except MeshcommError:
             raise
         except Exception as error:
@@ -155,16 +156,6 @@ def compare_outputs(split: TensorSplit, before: Seen, after: Seen) -> None:
             hint='"set": {"heads": "split"} for head counts; "column:3" for q, k and v in one weight; '
             'a "row" after every "column"',
         )
-
-
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [x for item in value for x in _tensors(item)]
-    return []
 
 
 def _axis(split: TensorSplit, y: Tensor, ref: Tensor) -> int | None:

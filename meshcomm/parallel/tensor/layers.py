@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.parallel.recompute import added_up
 from meshcomm.parallel.tensor.parameters import local
-from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.parallel.tensor.split import TensorSplit, wide_dtype
 from meshcomm.transfer.fused import FUSED, joined
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -133,7 +133,9 @@ class VocabParallelEmbedding(nn.Module):
         split, table, padding = self.meshcomm_split, held(self, "weight"), self.padding_idx
         dtype = self.meshcomm_dtype or table.dtype
         if split.size == 1 and not split.mesh.is_async:
-            return F.embedding(ids, table, padding).to(dtype)
+            # If ids are outside the vocabulary, `outside_of` names them.
+            with nullcontext() if torch.compiler.is_compiling() else suppress(IndexError):
+                return F.embedding(ids, table, padding).to(dtype)
         outside = outside_of(split, ids, table.shape[0] * split.size, "an embedding's ids")
         row, mine = owned(ids, table.shape[0], split.coord)
         embedded = F.embedding(row, table).to(dtype)
@@ -240,7 +242,7 @@ def cross_entropy(
 def _whole(
     logits: Tensor, targets: Tensor, ignore_index: int, reduction: Reduction, smoothing: float
 ) -> Tensor:
-    rows = logits.flatten(0, -2).to(_wide(logits.dtype))
+    rows = logits.flatten(0, -2).to(wide_dtype(logits.dtype))
     return F.cross_entropy(
         rows, targets.flatten(), ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing
     )
@@ -264,7 +266,7 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
         z_loss: float,
     ) -> Tensor:
-        rows, wide = logits.flatten(0, -2), _wide(logits.dtype)
+        rows, wide = logits.flatten(0, -2), wide_dtype(logits.dtype)
         place, mine = owned(targets.flatten(), logits.shape[-1], split.coord)
         counted = counted.flatten()
         highest = rows.amax(-1).to(wide)
@@ -318,10 +320,6 @@ class _CrossEntropy(torch.autograd.Function):
             softmax.scatter_add_(-1, place.unsqueeze(-1), target)
             torch.mul(softmax, (grad * counted).unsqueeze(-1), out=into)
         return gradient, None, None, None, None, None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _parts(x: Tensor, of: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -88,16 +88,10 @@ def checked_rules(split: TensorSplit, module: nn.Module, plan: Mapping[str, Entr
     if not problems:
         return rules
     count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-    along, ranks = "", ""
-    if split.dim:
-        along, ranks = (
-            f' along "{split.dim}"',
-            f", sizes divisible by the {split.size} ranks along {split.dim}",
-        )
     raise ConfigError(
-        f"the plan to split a {type(module).__name__}{along} has {count}",
+        f'the plan to split a {type(module).__name__} along "{split.dim}" has {count}',
         given="\n".join(problems),
-        expected=f"patterns that match its parts{ranks}",
+        expected=f"patterns that match its parts, sizes divisible by the {split.size} ranks along {split.dim}",
         hint="print([name for name, _ in module.named_modules()])",
     )
 

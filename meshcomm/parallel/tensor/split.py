@@ -25,6 +25,11 @@ def as_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of `dtype` are summed."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 @final
 class TensorSplit:
     """The dim along which weights are split. If `dim` is None or its size is 1, nothing is split.

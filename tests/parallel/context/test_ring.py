@@ -32,8 +32,8 @@ from meshcomm.parallel.context.block import (
     block_gradients,
     plain_attention,
     plain_gradients,
-    wide,
 )
+from meshcomm.parallel.tensor.split import wide_dtype
 
 pytestmark = pytest.mark.long
 
@@ -215,7 +215,7 @@ def test_blocks_by_kernel_and_by_formula(dtype: torch.dtype, causal: bool, keys:
         q, k, v, dout = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v, dout))
         assert q.stride(-1) != 1
     out, lse = plain_attention(q, k, v, causal, 0.3)
-    assert out.dtype == lse.dtype == wide(dtype)
+    assert out.dtype == lse.dtype == wide_dtype(dtype)
     # Other blocks have keys too, so the denominator is larger than this block's.
     queries = Queries(q, (0.7 * out).to(dtype), lse + 0.4, dout)
     double = Queries(*(x.double() for x in queries))

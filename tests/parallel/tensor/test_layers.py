@@ -127,6 +127,15 @@ def test_under_autocast_what_is_sent_is_as_narrow_as_what_is_multiplied(sequence
     meshcomm.simulate(narrow, dims={"tp": 2}, args=(sequence,))
 
 
+def test_ids_outside_the_vocabulary_are_named_on_one_rank() -> None:
+    def body(mesh: Mesh) -> None:
+        table = VocabParallelEmbedding(TensorSplit(mesh, "tp"), 8, 4)
+        with pytest.raises(ShapeError, match=r"an embedding's ids are outside the vocabulary(.|\n)*1 to 9"):
+            table(torch.tensor([[1, 9]]))
+
+    meshcomm.simulate(body, dims={"tp": 1})
+
+
 def refusals(mesh: Mesh) -> None:
     split = TensorSplit(mesh, "tp", torch.float64, True)
     with pytest.raises(ShapeError) as caught:
