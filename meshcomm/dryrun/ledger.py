@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, final, get_args
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeAlias, final, get_args
 from unittest.mock import patch
 
 import torch
@@ -49,6 +49,22 @@ class _Held:
         return self.part or ("activations" if self.forward else "rest")
 
 
+class Maker(NamedTuple):
+    """What creates memory. line: of user code, if any."""
+
+    operator: str
+    line: tuple[CodeType, int] | None
+
+
+class Tape(Protocol):
+    """What is told of changes of memory. key: identifies a storage."""
+
+    def made(self, key: int, nbytes: int, forward: bool, by: Maker) -> None: ...
+    def resized(self, key: int, before: int, after: int, by: Maker) -> None: ...
+    def named(self, key: int, part: MemoryPart) -> None: ...
+    def freed(self, key: int) -> None: ...
+
+
 class Peak(NamedTuple):
     """The moment of peak memory. parts: bytes by purpose. during: the pass or other phase. at: the line of user code as
     file:line, if any. operator: the name of the operator that reached the peak.
@@ -81,6 +97,8 @@ class Ledger:
         self._hollow = hollow
         self._held: dict[int, _Held] = {}
         self._clock = 0
+        # Told what happens while a pass is recorded.
+        self.tape: Tape | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -96,9 +114,8 @@ class Ledger:
         for tensor in tensors:
             # Use no operator, because taking a view of memory that FSDP has freed would allocate it again.
             mine = parts_of_dtensor(tensor)[0] if isinstance(tensor, DTensor) else tensor
-            held = self._held.get(storage_id(mine))
-            if held is not None:
-                held.part = part
+            if (key := storage_id(mine)) in self._held:
+                self.name(key, part)
 
     def now(self) -> dict[MemoryPart, int]:
         """Return the bytes that are currently held, by purpose."""
@@ -138,49 +155,89 @@ class Ledger:
     def __exit__(self, *error: Any) -> None:
         self._patches.close()
 
-    def made(self, storage: UntypedStorage, nbytes: int, operator: str) -> None:
-        """Record that an operator has created or resized a storage, or returned a known one."""
+    def made(self, storage: UntypedStorage, nbytes: int, operator: str, by: Maker | None = None) -> int:
+        """Record that an operator has created or resized a storage, or returned a known one. Return the storage's key.
+
+        by: the operator and the line of user code, if known.
+        """
         key = storage_id(storage)
         held = self._held.get(key)
         if held is not None:
             if held.nbytes != nbytes:
                 self._clock += 1
                 self._becomes(key, held, nbytes, operator)
-            return
-        self._clock += 1
+            return key
         forward = self._stretch()[1] if backward_number() < 0 else torch.is_grad_enabled()
         watch = weakref.ref(storage, partial(_ended, weakref.ref(self), key))
+        self._hold(key, nbytes, forward, watch, by, operator)
+        return key
+
+    def made_again(self, key: int, nbytes: int, forward: bool, by: Maker) -> None:
+        """Record memory of a replayed pass. key: a number that no storage has."""
+        self._hold(key, nbytes, forward, None, by, by.operator)
+
+    def _hold(
+        self, key: int, nbytes: int, forward: bool, watch: Any, by: Maker | None, operator: str
+    ) -> None:
+        self._clock += 1
         self._held[key] = _Held(nbytes, None, forward, self._clock, watch)
-        self._grow(nbytes, operator)
+        if self.tape is not None:
+            by = by or Maker(operator, _users_line(sys._getframe(2)))
+            self.tape.made(key, nbytes, forward, by)
+        self._grow(nbytes, operator, by)
+
+    def resized_again(self, key: int, nbytes: int, by: Maker) -> None:
+        """Record that a replayed pass resizes a storage."""
+        self._clock += 1
+        self._becomes(key, self._held[key], nbytes, by.operator, by)
+
+    def size(self, key: int) -> int:
+        """Return the bytes that are held under a key, or -1 if none are."""
+        held = self._held.get(key)
+        return -1 if held is None else held.nbytes
+
+    def name(self, key: int, part: MemoryPart) -> None:
+        """Set the purpose of memory by its key."""
+        held = self._held[key]
+        if self.tape is not None and held.part != part:
+            self.tape.named(key, part)
+        held.part = part
 
     def copied(self, tensors: Iterable[Any]) -> None:
         """Mark the buffers through which FSDP copies weights and gradients."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                held = self._held.get(storage_id(tensor))
+                held = self._held.get(key := storage_id(tensor))
                 if held is not None and held.part is None:
-                    held.part = "rest"
+                    self.name(key, "rest")
 
-    def _becomes(self, key: int, held: _Held, nbytes: int, operator: str) -> None:
+    def _becomes(self, key: int, held: _Held, nbytes: int, operator: str, by: Maker | None = None) -> None:
+        if self.tape is not None:
+            by = by or Maker(operator, _users_line(sys._getframe(2)))
+            self.tape.resized(key, held.nbytes, nbytes, by)
         self._let_go(held)
         self._held[key] = _Held(nbytes, held.part, held.forward, self._clock, held.watch)
-        self._grow(nbytes, operator)
+        self._grow(nbytes, operator, by)
 
-    def _grow(self, nbytes: int, operator: str) -> None:
+    def _grow(self, nbytes: int, operator: str, by: Maker | None) -> None:
         self.live += nbytes
         if self.live > self._peak:
             self._peak, self._peak_clock = self.live, self._clock
             self._gone.clear()
-            self._where = self._stretch()[0], _users_line(sys._getframe(2)), operator
+            line = _users_line(sys._getframe(3)) if by is None else by.line
+            self._where = self._stretch()[0], line, operator
 
     def _let_go(self, held: _Held) -> None:
         self.live -= held.nbytes
         if held.nbytes and held.since <= self._peak_clock:
             self._gone.append(held)
 
-    def _end(self, key: int) -> None:
+    def end(self, key: int) -> None:
+        """Record that memory was freed."""
         held = self._held.pop(key, None)
         if held is not None:
+            if self.tape is not None:
+                self.tape.freed(key)
             self._let_go(held)
 
     def _sums(self, those: Iterable[_Held]) -> dict[MemoryPart, int]:
@@ -226,4 +283,4 @@ def _users_line(frame: FrameType) -> tuple[CodeType, int] | None:
 
 def _ended(ledger: weakref.ref[Ledger], key: int, _: object) -> None:
     if (current := ledger()) is not None:
-        current._end(key)
+        current.end(key)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, NoReturn, final
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from meshcomm.config.mesh import DimOptions
 from meshcomm.config.section import Table
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger, LedgerMode, MemoryPart, Peak
+from meshcomm.dryrun.repeats import Irregular, Repeats
 from meshcomm.dryrun.torch_private import one_rank_of_torch
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
@@ -98,6 +99,13 @@ class RankStep(NamedTuple):
         return self.flops - (self.begins.flops if self.begins else 0)
 
 
+class PassTape(Protocol):
+    """What is told of the calls of a pass. waited: with a call's index in `Passes.calls`."""
+
+    def called(self, span: Span) -> None: ...
+    def waited(self, call: int) -> None: ...
+
+
 class Passes(Spans):
     """A trace that also records the current pass and the order in which calls start and are waited for."""
 
@@ -105,6 +113,8 @@ class Passes(Spans):
         super().__init__(most=sys.maxsize)
         self._now: Span | None = None
         self.flops: Callable[[], int] = int
+        # Told of calls and waits while a pass is recorded.
+        self.tape: PassTape | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -141,9 +151,15 @@ class Passes(Spans):
         if span.lane == PASSES:
             self._now = span
         if span.group:
-            self.calls.append(span)
-            self._happens("start", len(self.calls) - 1)
+            self.called(span)
         return super().keep(span)
+
+    def called(self, span: Span) -> None:
+        """Record the start of a call."""
+        self.calls.append(span)
+        self.happens("start", len(self.calls) - 1)
+        if self.tape is not None:
+            self.tape.called(span)
 
     def waiting(self) -> Callable[[], None]:
         """Return a function to call when the program waits for the most recent call."""
@@ -152,9 +168,12 @@ class Passes(Spans):
     def _waited(self, call: int, calls: list[Span]) -> None:
         # A call from before `restart` is not part of the step.
         if calls is self.calls and call >= 0:
-            self._happens("wait", call)
+            self.happens("wait", call)
+            if self.tape is not None:
+                self.tape.waited(call)
 
-    def _happens(self, kind: Literal["start", "wait", "part"], call: int) -> None:
+    def happens(self, kind: Literal["start", "wait", "part"], call: int) -> None:
+        """Record a moment of the program."""
         self.events.append(Event(kind, call, self.flops()))
 
     def stretch(self) -> tuple[str, bool]:
@@ -166,13 +185,18 @@ class Passes(Spans):
 
 
 def counted_step(
-    mesh: Mesh, config: Config, mode: Callable[[Ledger, Passes], LedgerMode] = Hollow
+    mesh: Mesh,
+    config: Config,
+    mode: Callable[[Ledger, Passes], LedgerMode] = Hollow,
+    *,
+    repeats: bool = False,
 ) -> RankStep:
     """Build the model of `config` on `mesh`, train it, and return the second step.
 
     mode: `Hollow`, in which tensors have neither memory nor values, or a mode in which they have both.
+    repeats: whether to replay microbatches that repeat. The result is the same.
     Called by: every rank of the mesh.
-    Raises:    the same errors as `Engine`.
+    Raises:    the same errors as `Engine`; Irregular if `repeats` is not possible.
     """
     parts = sections(mesh, config)
     if parts.model is None or parts.data is None:
@@ -201,6 +225,7 @@ def counted_step(
             for module in engine.modules.modules():
                 names.module(module)
             names.optimizer(engine.optimizer)
+            replayed = Repeats(engine, ledger, passes).traffic if repeats else []
             earlier, before = mesh.stats(), ledger.now()
             ledger.restart()
             passes.restart()
@@ -208,7 +233,8 @@ def counted_step(
             traffic = mesh.stats().since(earlier)
         finally:
             mesh.debug.metrics.trace_into(None)
-        rows = summed(TrafficRow(row.dim, row.call, row.calls, row.nbytes) for row in traffic.rows)
+        rows = [TrafficRow(row.dim, row.call, row.calls, row.nbytes) for row in traffic.rows]
+        rows = summed([*rows, *(TrafficRow(*row) for row in replayed)])
         step = passes.step_of(mesh.rank, mesh.coords, mesh.debug.metrics.groups, ledger)
         return step._replace(parameters=sum(names.elements.values()), before=before, rows=rows)
 
@@ -287,8 +313,10 @@ def pretended_step(config: Config, rank: int, world: int) -> RankStep:
     """
     settings = alone(config)
     assert isinstance(settings, Config)
-    with pretended_world(rank, world), init(settings) as mesh:
-        return counted_step(mesh, config)
+    for repeats in (True, False):
+        with suppress(Irregular), pretended_world(rank, world), init(settings) as mesh:
+            return counted_step(mesh, config, repeats=repeats)
+    raise AssertionError
 
 
 def summed(counts: Iterable[TrafficRow]) -> list[TrafficRow]:

@@ -56,6 +56,12 @@ def wraps_tensors(types: Iterable[type]) -> bool:
     )
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call a function when the backward pass under way has ended, after the callbacks that the pass itself queues."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
 # Returns the number of dispatch modes that still see an operator after the caller.
 modes_left: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Maps functional collectives to the names that a group's hooks use for them.

@@ -433,6 +433,10 @@ class Engine:
         total = torch.tensor([count], dtype=torch.int64, device=self.mesh.device)
         return int(self.mesh.all_reduce(self.splits.pipeline, total).item())
 
+    def around_forward(self, run: Callable[..., Any]) -> None:
+        """From now on, call `run(module, forward, *inputs)` in place of each forward pass of a module over a microbatch."""
+        self._run.around_forward(run, list(self.modules))
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _sharded(self) -> list[Sharded]:

@@ -262,6 +262,12 @@ class GradientSync:
                 hint="one backward pass for each microbatch",
             )
 
+    def count(self, module: nn.Module) -> None:
+        """Count a backward pass through a module that was not run. Not for a step's last pass."""
+        parameters = {*module.parameters()}
+        for slot in self._slots if self._hooks else ():
+            slot.count += slot.parameter in parameters
+
     def _send(self, end: int) -> None:
         if self._dims is not None:
             for bucket in self._buckets[self._sent : end]:

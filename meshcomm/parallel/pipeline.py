@@ -57,6 +57,10 @@ class Accumulate:
         # `before` is called before each microbatch, with whether it is the last. `mesh` records spans.
         self._before, self._mesh, self._draws = before, mesh, draws
 
+    def around_forward(self, run: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
+        """From now on, call `run(module, forward, *inputs)` in place of each forward pass. modules: the only one."""
+        self._module = partial(run, modules[0], self._module)
+
     def __call__(self, inputs: Any, targets: Any, **more: Tensor) -> Tensor:
         """Accumulate gradients over this rank's batch, split along axis 0 into microbatches. Return the sum of the losses.
 
@@ -182,6 +186,11 @@ class Pipelined:
         """Return the loss of a microbatch. target: its targets; or its number, if they are a tree, which torch does not split."""
         return self._loss(outputs, self._targets[int(target)] if self._targets else target)
 
+    def around_forward(self, run: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
+        """The same as in `Accumulate`, for this rank's stages."""
+        for stage, module in zip(self._stages, modules, strict=True):
+            stage.around = partial(run, module)
+
     def __call__(self, inputs: Tensor, targets: Any, **more: Tensor) -> Tensor | None:
         """Like `Accumulate`, but returns None except on the last stage.
 
@@ -240,6 +249,12 @@ class _PipelineStage(PipelineStage):
 
     mesh: Mesh
     draws: Draws | None = None
+    # Called with a forward pass and its inputs, in place of it.
+    around: Callable[..., Any] | None = None
+
+    def forward_maybe_with_nosync(self, *args: Any, **more: Any) -> Any:
+        forward: Callable[..., Any] = super().forward_maybe_with_nosync
+        return forward(*args, **more) if self.around is None else self.around(forward, *args, **more)
 
     def seed(self, microbatch: int) -> None:
         """Seed the default generators for a forward pass."""

@@ -73,7 +73,7 @@ def test_calls_bytes_and_memory_are_those_of_a_real_run(
             "parallel": parallel_of(**{_PARTS[dim]: dim for dim in sizes}, **rest),
             "model": trained,
             "data": {"seq_len": 64},
-            "train": {"steps": 1, "global_batch_size": 8 * copies, "micro_batch_size": 2, **train},
+            "train": {"steps": 1, "global_batch_size": 8 * copies, "micro_batch_size": 1, **train},
         }
     )
     ratios = compared(pool, config, 8)
