@@ -18,7 +18,8 @@ from torch import Tensor
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.transfer.placement import Box
-from meshcomm.transfer.tensors import Cut, Cutout, Parted, Region, own_regions
+from meshcomm.transfer.fused import Kept
+from meshcomm.transfer.tensors import Cut, Cutout, Region, own_regions
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -146,7 +147,7 @@ class Folder:
             )
 
     @torch.no_grad()
-    def read(self, source: Source, into: Parted) -> None:
+    def read(self, source: Source, into: Tensor | Kept) -> None:
         """Write a parameter into this rank's parts of it. Only these parts are read, except for a conversion.
 
         Raises: TrainingError if a tensor is missing, or if that of a floating-point parameter has another kind of dtype; ShapeError.
@@ -154,7 +155,7 @@ class Folder:
         self._pass(source, into, Region.write)
 
     @torch.no_grad()
-    def read_twice(self, sources: Sequence[Source], into: Parted) -> None:
+    def read_twice(self, sources: Sequence[Source], into: Tensor | Kept) -> None:
         """Like `read`, for a tensor that may be stored under several names.
 
         Raises TrainingError if the copies differ in this rank's parts.
@@ -179,7 +180,7 @@ class Folder:
     def _pass(
         self,
         source: Source,
-        into: Parted,
+        into: Tensor | Kept,
         take: Callable[[Region, Sequence[int], Sequence[int], Tensor], None],
     ) -> None:
         """Pass the values of each of this rank's parts to `take`, block by block: a region, the box of a block within it, its values."""
@@ -211,7 +212,7 @@ class Folder:
                     take(region, block.begin, block.end, self.piece(name)[block.slices])
                     self._count(block.shape[0] * row)
 
-    def _cuts(self, source: Source, into: Parted) -> dict[str, Cut]:
+    def _cuts(self, source: Source, into: Tensor | Kept) -> dict[str, Cut]:
         """Return the part of a parameter that each tensor in the folder is. Raises the errors of `read`."""
         names, shape, turn = source.names, tuple(into.shape), -1 if source.transposed else 1
         sizes = {name: tuple(self.piece(name).get_shape())[::turn] for name in _flat(names)}

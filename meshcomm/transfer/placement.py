@@ -329,6 +329,10 @@ class Box(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return tuple(map(sub, self.end, self.begin))
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(map(slice, self.begin, self.end))
+
     def common(self, other: Box) -> Box | None:
         """Return what two boxes have in common; None if they have no element in common."""
         begin, end = tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end))

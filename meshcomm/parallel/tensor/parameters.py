@@ -106,7 +106,7 @@ def assign(parameter: Tensor | Kept, value: Any) -> None:
     """
     for region in own_regions(parameter):
         box = region.box
-        region.write(box.begin, box.end, value[tuple(map(slice, box.begin, box.end))])
+        region.write(box.begin, box.end, value[box.slices])
 
 
 def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
