@@ -17,8 +17,8 @@ from torch import Tensor
 
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.layout.names import did_you_mean, listed
-from meshcomm.transfer.placement import Box
 from meshcomm.transfer.fused import Kept
+from meshcomm.transfer.placement import Box
 from meshcomm.transfer.tensors import Cut, Cutout, Region, own_regions
 
 INDEX = "model.safetensors.index.json"
