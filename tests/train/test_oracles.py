@@ -182,7 +182,7 @@ CASES: dict[str, Case] = {
 CASES |= oracle_cases_b.CASES
 
 
-def config_of(dims: str, case: Case, out: str) -> Config:
+def config_of(dims: str, case: Case, out: str, *, check: bool) -> Config:
     sizes = sizes_of(dims)
     parts = math.prod(size for name, size in sizes.items() if name in ("dp", "fsdp", "pp"))
     return load_config(
@@ -199,6 +199,7 @@ def config_of(dims: str, case: Case, out: str) -> Config:
                 "dtype": "float64",
                 "seed": SEED,
                 "out": out,
+                "check": check,
                 **case.train,
             },
         }
@@ -247,6 +248,30 @@ def difference(found: Any, expected: Any) -> Any:
     return off
 
 
+def compared(pool: Pool, name: str, dims: str, folder: Path, *, check: bool) -> None:
+    """Train on a mesh and compare, or see the refusal. check: whether the model is checked before its first step."""
+    case = CASES[name]
+    config = config_of(dims, case, str(folder), check=check)
+    refused = case.refused.get(dims)
+    expected = alone(case.kind)
+    for found in pool.run(partial(trained), config, name, ranks=math.prod(sizes_of(dims).values())):
+        if refused is not None:
+            assert isinstance(found, str), "was trained"
+            assert all(word in found for word in refused), found
+            continue
+        assert not isinstance(found, str), found
+        assert difference(found, expected) <= 1e-9
+
+
+def is_checked(name: str, dims: str) -> bool:
+    """Whether the usual tests check the model: where a mesh is refused, and on one mesh that is not.
+
+    The check takes as long as the steps, and computes what the test compares anyway.
+    """
+    refused = CASES[name].refused
+    return dims in refused or dims == ("fsdp=2" if "tp=2" in refused else "tp=2")
+
+
 # On four ranks: one model with split parts, one with a loss that communicates, and the refused ones. Of similar models, one is
 # sharded and split.
 @pytest.mark.parametrize("dims", MESHES)
@@ -259,14 +284,15 @@ def difference(found: Any, expected: Any) -> Any:
 def test_a_model_trains_as_on_one_process_or_is_refused(
     pool: Pool, name: str, dims: str, tmp_path: Path
 ) -> None:
-    case = CASES[name]
-    config = config_of(dims, case, str(tmp_path))
-    refused = case.refused.get(dims)
-    expected = alone(case.kind)
-    for found in pool.run(partial(trained), config, name, ranks=math.prod(sizes_of(dims).values())):
-        if refused is not None:
-            assert isinstance(found, str), "was trained"
-            assert all(word in found for word in refused), found
-            continue
-        assert not isinstance(found, str), found
-        assert difference(found, expected) <= 1e-9
+    compared(pool, name, dims, tmp_path, check=is_checked(name, dims))
+
+
+# The test above checks each model on one mesh, and trains it on the others.
+@pytest.mark.deep
+@pytest.mark.parametrize("dims", MESHES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_that_trains_passes_the_check_on_every_mesh(
+    pool: Pool, name: str, dims: str, tmp_path: Path
+) -> None:
+    if not is_checked(name, dims):
+        compared(pool, name, dims, tmp_path, check=True)
