@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial, partialmethod
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -134,16 +135,14 @@ def _cases(count: int, seed: int) -> Iterator[Case]:
         yield Case(rank, message, "SIGSTOP" if number % 6 == 5 else "SIGKILL", staging)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    ranks = Pool(("torch", "torch.distributed.tensor", "meshcomm.mesh", __name__))
-    yield ranks
-    ranks.close()
-
-
+# test_deaths.py has the deaths of either side in the simulator.
 @pytest.mark.parametrize(
     "case",
-    [Case(2, 9, "SIGKILL", "whole"), Case(5, 17, "SIGKILL", "buckets"), Case(6, 12, "SIGSTOP", "whole")],
+    [
+        pytest.param(Case(2, 9, "SIGKILL", "whole"), marks=pytest.mark.deep),
+        Case(5, 17, "SIGKILL", "buckets"),
+        Case(6, 12, "SIGSTOP", "whole"),
+    ],
     ids=str,
 )
 def test_three_deaths(pool: Pool, case: Case) -> None:
@@ -196,7 +195,8 @@ def _start_or_raise(run: Run, rounds: Iterator[int], start: Any, *args: Any) -> 
     return start(run, *args)
 
 
-@pytest.mark.parametrize("staging", ["whole", "buckets"])
+# test_deaths.py has both ways of staging in the simulator.
+@pytest.mark.parametrize("staging", ["whole", pytest.param("buckets", marks=pytest.mark.deep)])
 def test_an_interrupt_in_a_pull_names_the_rank(pool: Pool, staging: Staging) -> None:
     """Its copy keeps the old version, or refuses; every other rank says who left, and why."""
     said = pool.run(partial(_interrupted, staging), ranks=8, timeout_s=_STARTS_S + _TIMEOUT_S + _BUSY_S)
@@ -214,16 +214,19 @@ def _held_up() -> Held:
     """The target never pulls the second version."""
     source, target, link = opened(_TIMEOUT_S)
     weights = link.weights(model_of(source, target))
+    store = default_store()
     said: Any = None
     if target.is_member:
         weights.pull()
-        time.sleep(_TIMEOUT_S + 5)  # it generates
+        store.wait(["held up"], timedelta(seconds=_TIMEOUT_S + _BUSY_S))  # it generates
     else:
         weights.push(1)
         weights.push(2)
         with pytest.raises(TransferFailed) as raised:
             weights.push(3)
         said = str(raised.value), raised.value.missing
+        if store.add("refused", 1) == 4:
+            store.set("held up", "")
     pushes = sum(thread.name == "meshcomm-push" for thread in threading.enumerate())
     return Held((said, pushes), (source, target, link), reusable=False)
 
