@@ -124,4 +124,6 @@ def test_the_mesh_grows_without_a_checkpoint(sizes: Mapping[str, int], tmp_path:
         grown += (
             len(found) == 4 and max(map(len, resumed)) == 2 and len({after[-1] for after in resumed}) == 1
         )
+        if grown:
+            break
     assert grown
