@@ -269,17 +269,22 @@ def is_checked(name: str, dims: str) -> bool:
     The check takes as long as the steps, and computes what the test compares anyway.
     """
     refused = CASES[name].refused
-    return dims in refused or dims == ("fsdp=2" if "tp=2" in refused else "tp=2")
+    usual = "dp=2 tp=2" if name in ON_FOUR else "fsdp=2" if "tp=2" in refused else "tp=2"
+    return dims in refused or dims == usual
 
 
-# On four ranks: one model with split parts, one with a loss that communicates, and the refused ones. Of similar models, one is
-# sharded and split.
+# On four ranks: one model with split parts, one with a loss that communicates, and the refused ones. They stand for the same model
+# along one dim of the two. Of similar models, one is sharded and split.
+ON_FOUR: Final = ("encoder and decoder", "two towers")
+
+
 @pytest.mark.parametrize("dims", MESHES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.deep_cases(
     r"\[(?!encoder and|two towers-|batch norms|diffusion u-net|clicks|Fourier operator).*-dp=2 tp=2\]"
     r"|\[(LSTM|graphs, mask as input|graphs, padded edges|detection, by batch)-(fsdp=2|tp=2)\]"
     r"|\[(repeated block|tied layers)-tp=2\]"
+    rf"|\[({'|'.join(ON_FOUR)})-[dt]p=2\]"
 )
 def test_a_model_trains_as_on_one_process_or_is_refused(
     pool: Pool, name: str, dims: str, tmp_path: Path
