@@ -274,7 +274,7 @@ def is_checked(name: str, dims: str) -> bool:
 
 
 # On four ranks: one model with split parts, one with a loss that communicates, and the refused ones. They stand for the same model
-# along one dim of the two. Of similar models, one is sharded and split.
+# along one dim of the two. Of similar models, one is sharded and split. fsdp=2 divides the samples as dp=2 does.
 ON_FOUR: Final = ("encoder and decoder", "two towers")
 
 
@@ -285,6 +285,9 @@ ON_FOUR: Final = ("encoder and decoder", "two towers")
     r"|\[(LSTM|graphs, mask as input|graphs, padded edges|detection, by batch)-(fsdp=2|tp=2)\]"
     r"|\[(repeated block|tied layers)-tp=2\]"
     rf"|\[({'|'.join(ON_FOUR)})-[dt]p=2\]"
+    r"|\[(vision|diffusion) transformer-dp=2\]"
+    r"|\[(tied embeddings|tied layers|repeated block|repeated in the list|transposed|transposed, split)-dp=2\]"
+    r"|\[(GRU, packed|LSTM, residual around|Fourier filters|graphs, adjacency)-dp=2\]"
 )
 def test_a_model_trains_as_on_one_process_or_is_refused(
     pool: Pool, name: str, dims: str, tmp_path: Path
