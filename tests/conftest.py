@@ -10,6 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
+# Threads that wait for each other at the end of a parallel loop would spin. On a busy machine, the one that they wait for then has
+# no core, and a step takes ten times as long. OpenMP reads the setting when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from meshcomm.testing import Pool
 from meshcomm.train.parity import Difference
 from tests.train.parity_page import write_page

@@ -47,6 +47,20 @@ class Job:
             assert self._process.is_alive() and time.monotonic() < deadline, self._err.read_text()
             time.sleep(0.02)
 
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for the job. Returns its exit code, or None if it still runs after so many seconds."""
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """End the launcher, after which the ranks end themselves."""
+        self._process.kill()
+        self._process.join()
+
     def finish(self) -> tuple[int, str, str]:
         """Wait for the job. Returns its exit code, stdout and stderr."""
         self._process.join(_WITHIN_S)
@@ -87,6 +101,8 @@ class _Forked(subprocess.Popen[bytes]):
         if self.pid == 0:
             # The launcher's finalizers would remove its temporary folders when this process ends.
             weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+            # As of a copy of the standby process: psutil cannot see the variables of a fork.
+            Path("/proc/self/comm").write_text(f"rank {environment.get('RANK')}")
             _become(args[1:], environment)
 
 

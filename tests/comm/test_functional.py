@@ -238,6 +238,8 @@ def eagerly(mesh: Mesh, name: str, dims: str = "tp") -> None:
     rank_order=[2, 1, 0, 3],
     via=("simulator", "gloo", "emulated_nccl"),
 )
+# The emulated NCCL sends the same calls through Gloo.
+@pytest.mark.deep_cases(r"\[gloo\]")
 def test_values_and_gradients_along_every_dim(mesh: Mesh) -> None:
     for dims in ("dp", "tp", "both", "one"):
         for name in ("no_grad", "backward"):

@@ -95,13 +95,14 @@ def killed(sample: Any, moment: str) -> Any:
 
 
 def test_the_reward_rises_from_chance() -> None:
-    reward = in_one_process(40)
+    reward = in_one_process(28)
     assert sum(reward[:3]) / 3 == pytest.approx(CHANCE, abs=0.02)
-    assert sum(reward[-3:]) / 3 > 0.3
+    assert sum(reward[-3:]) / 3 > 0.25
 
 
 @pytest.mark.parametrize("moment", ["", "sampling", "sending"])
-@pytest.mark.deep_cases(r"\[sampling")
+# A generator that is killed while it sends also shows the rewards of a run without a loss, before and after.
+@pytest.mark.deep_cases(r"\[(sampling)?\]")
 def test_two_jobs_have_the_rewards_of_one_process(pool: Pool, tmp_path: Path, moment: str) -> None:
     sizes = {"trainers": 4, "generators": 2} | ({"again": 2} if moment else {})
     ended = run(pool, tmp_path, in_two_jobs, free_port(), moment, timeout_s=200.0, **sizes)

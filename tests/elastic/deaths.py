@@ -25,8 +25,10 @@ import psutil
 
 import meshcomm
 from meshcomm.config import load_config
+from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.benchmarks.table import markdown
+from tests.forked_jobs import Job
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -83,10 +85,11 @@ class Death:
 class Run:
     """A running training, started by `meshcomm train`."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Job
     out: Path
     log: Path
     deaths: list[Death] = field(default_factory=list)
+    seen: set[psutil.Process] = field(default_factory=set)
 
     @property
     def lines(self) -> list[dict[str, float]]:
@@ -105,6 +108,7 @@ class Run:
                 rank = child.environ().get("RANK") or child.name().removeprefix("rank ")
                 if rank.isdigit() and child.status() != "zombie":
                     found[int(rank)] = child
+        self.seen.update(found.values())
         return found
 
     def await_step(self, step: int, within_s: float = 100.0) -> bool:
@@ -159,6 +163,23 @@ def training(
             with suppress(subprocess.TimeoutExpired):
                 process.wait(20)
             process.kill()
+
+
+@contextmanager
+def forked_training(
+    pool: Pool, folder: Path, config: str, replace: int, words: Sequence[str] = ()
+) -> Iterator[Run]:
+    """The same in forks of a process that has loaded torch. No rank of it is left when the launcher has ended."""
+    path, ranks = folder / "train.toml", set[psutil.Process]()
+    path.write_text(config)
+    command = ["-m", "meshcomm", "train", *words, "--replace", str(replace)]
+    command += ["--set", f'train.out="{folder / "run"}"', str(path)]
+    job = Job(pool, folder, *command)
+    try:
+        yield Run(job, folder / "run", folder / "err", seen=ranks)
+    finally:
+        job.kill()
+        assert not psutil.wait_procs(ranks, 10)[1]
 
 
 def left_over(folder: Path) -> list[int]:

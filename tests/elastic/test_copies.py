@@ -117,7 +117,9 @@ def test_two_ranks_at_any_two_operations(sizes: Mapping[str, int], tmp_path: Pat
         assert all(each.losses == whole[0].losses for each in found), (lose, seed)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=" ".join)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({"tp": 2}, marks=pytest.mark.deep), {"pp": 2}], ids=["tp", "pp"]
+)
 def test_without_copies_it_goes_back_to_the_beginning(sizes: Mapping[str, int], tmp_path: Path) -> None:
     settings = settings_of(tmp_path, sizes, "[elastic]\nreplace = 9\n")
     whole = trained(settings, 2, {}, 0)

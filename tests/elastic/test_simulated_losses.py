@@ -93,7 +93,7 @@ def cannot_be_replaced(error: RankFailed, rank: int) -> None:
 def test_some_moments(tmp_path: Path) -> None:
     ended = trained(settings_of(tmp_path), {}, 0)[0].ended
     draw = random.Random(1)
-    loses_at(tmp_path, [(draw.randrange(RANKS), draw.randrange(1, ended), seed) for seed in range(6)])
+    loses_at(tmp_path, [(draw.randrange(RANKS), draw.randrange(1, ended), seed) for seed in range(3)])
 
 
 @pytest.mark.faults

@@ -70,8 +70,10 @@ def resumed_by_hand(
     ("sizes", "elastic", "smaller", "lost", "lost_steps"),
     [
         pytest.param(*({"dp": 4}, "min = { dp = 2 }", {"dp": 3}, 2, 0), marks=pytest.mark.deep),
-        # Another rank has the lost shard, but no rank of the smaller mesh has the parts that it needs.
-        ({"dp": 2, "fsdp": 2}, "min = { fsdp = 1 }", {"dp": 2, "fsdp": 1}, 1, 0),
+        # Another rank has the lost shard, but no rank of the smaller mesh has the parts that it needs. The test below does so, too.
+        pytest.param(
+            *({"dp": 2, "fsdp": 2}, "min = { fsdp = 1 }", {"dp": 2, "fsdp": 1}, 1, 0), marks=pytest.mark.deep
+        ),
         pytest.param(
             *({"fsdp": 2, "tp": 2}, "min = { fsdp = 1 }\ncopy_every = 2", {"fsdp": 1, "tp": 2}, 2, 1),
             marks=pytest.mark.deep,
@@ -124,4 +126,6 @@ def test_the_mesh_grows_without_a_checkpoint(sizes: Mapping[str, int], tmp_path:
         grown += (
             len(found) == 4 and max(map(len, resumed)) == 2 and len({after[-1] for after in resumed}) == 1
         )
+        if grown:
+            break
     assert grown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,51 +26,48 @@ LAUNCHED = """
 import json, os, sys
 from pathlib import Path
 from tests.mesh.right_programs import run_all
-Path(f"{os.environ['RANK']}.json").write_text(json.dumps(run_all()))
+Path(f"{os.environ['RANK']}.json").write_text(json.dumps(run_all(slow=sys.argv[1] == "slow")))
 """
 
 
-def under_a_watch() -> dict[str, str]:
-    return run_all(partial(meshcomm.watch, reports=""))
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "plain": nullcontext,
+    "watch": partial(meshcomm.watch, reports=""),
+    "mesh": partial(meshcomm.init, dims={"dp": 2, "tp": 2}, device="cpu"),
+}
 
 
-def in_a_mesh() -> dict[str, str]:
-    return run_all(partial(meshcomm.init, dims={"dp": 2, "tp": 2}, device="cpu"))
-
-
-def given(pool: Pool, folder: Path, way: str) -> list[dict[str, str]]:
+def given(pool: Pool, folder: Path, way: str, slow: bool) -> list[dict[str, str]]:
     if way != "launched":
-        bodies: dict[str, Callable[[], dict[str, str]]] = {
-            "plain": run_all,
-            "watch": under_a_watch,
-            "mesh": in_a_mesh,
-        }
-        return pool.run(bodies[way], ranks=WORLD)
+        return pool.run(partial(run_all, CONTEXTS[way], slow=slow), ranks=WORLD)
     (folder / "program.py").write_text(LAUNCHED)
     root = str(Path(__file__).parents[2])
-    command = ("-m", "meshcomm", "run", "--world-size", str(WORLD), "program.py")
+    command = ("-m", "meshcomm", "run", "--world-size", str(WORLD), "program.py", "slow" if slow else "")
     code, _, err = Job(pool, folder, *command, env={"PYTHONPATH": root}).finish()
     assert code == 0, err
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
 @pytest.fixture(scope="module")
-def results(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, str]]]:
-    """The results of all programs on each rank, cached for each way of running them."""
-    return cache(lambda way: given(pool, tmp_path_factory.mktemp(way), way))
+def results(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, bool], list[dict[str, str]]]:
+    """The results of the programs on each rank, of the compiled one or of the others, cached for each way of running them."""
+    return cache(lambda way, slow: given(pool, tmp_path_factory.mktemp(way), way, slow))
 
 
 @needs_group_hooks
 @pytest.mark.parametrize("way", ["watch", "launched", "mesh"])
 @pytest.mark.parametrize("name", PROGRAMS)
-# `meshcomm run` watches a program in the same way.
-@pytest.mark.deep_cases(r"-watch\]")
+# `meshcomm run` watches a program in the same way. tests/comm/test_compiled_programs.py compares the calls of compiled programs.
+@pytest.mark.deep_cases(r"-watch\]|\[compiled-")
 def test_a_right_program_is_left_alone(
-    results: Callable[[str], list[dict[str, str]]], name: str, way: str
+    results: Callable[[str, bool], list[dict[str, str]]], name: str, way: str
 ) -> None:
-    plain = [of_rank[name] for of_rank in results("plain")]
+    slow = name == "compiled"
+    plain = [of_rank[name] for of_rank in results("plain", slow)]
     assert not any("Error" in each for each in plain)
-    assert [of_rank[name] for of_rank in results(way)] == plain
+    assert [of_rank[name] for of_rank in results(way, slow)] == plain
 
 
 # -- the same on a mesh, also in the simulator ---------------------------------------------------------

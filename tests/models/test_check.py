@@ -59,9 +59,10 @@ def small(name: str) -> ModelSpec:
     return replace(spec_of(whole), initialise=partial(whole.initialise, 0))
 
 
+# gemma2 has the parts of Llama, and more.
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.deep_cases(
-    r"\[(minimax_m2|qwen2_moe|glm4|granite_swa|olmo2|cohere2|gemma3_text|mixtral|phi3|deepseek_v3)\]"
+    r"\[(minimax_m2|qwen2_moe|glm4|granite_swa|olmo2|cohere2|gemma3_text|mixtral|phi3|deepseek_v3|llama)\]"
 )
 def test_a_family_in_parts_is_itself(name: str) -> None:
     spec, done = small(name), []
@@ -98,7 +99,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# The norms of heads of one family stand for those of the others, which split them in the same way.
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.deep_cases(r"\[(phi|glm4_moe), norms of heads")
 def test_a_setting_of_a_family_in_parts_is_itself(setting: str) -> None:
     kind, more = SETTINGS[setting]
     said = {

@@ -39,7 +39,7 @@ def measured(pool: Pool, name: str, dims: str) -> float | str:
     case = CASES[name]
     with tempfile.TemporaryDirectory() as out:
         try:
-            config = config_of(dims, case, out)
+            config = config_of(dims, case, out, check=True)
         except MeshcommError as error:
             return str(error)
         expected = alone(case.kind)

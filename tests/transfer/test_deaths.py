@@ -91,7 +91,9 @@ def _check(lost: int, staging: Staging, operations: range, seed: int = 0) -> Cou
     return outcomes
 
 
+# A rank of the source, and one of each copy of the target. The other ranks have the same part in the transfer.
 @pytest.mark.parametrize("lost", range(8))
+@pytest.mark.deep_cases(r"\[[12357]\]")
 def test_some_deaths(lost: int, spans: dict[Staging, dict[int, tuple[int, int]]]) -> None:
     """Each rank is lost at a few operations, with both stagings."""
     for number, staging in enumerate(STAGINGS):

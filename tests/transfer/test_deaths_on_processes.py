@@ -13,7 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial, partialmethod
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -27,6 +29,7 @@ from meshcomm.transfer.agree import Staging
 from meshcomm.transfer.link import Link
 from meshcomm.transfer.run import Run
 from meshcomm.transport.torch_private import default_store
+from tests.forked_jobs import Job
 from tests.transfer.deaths import Said, complaints, model_of, opened, transfers
 
 _TIMEOUT_S = 5.0
@@ -134,16 +137,14 @@ def _cases(count: int, seed: int) -> Iterator[Case]:
         yield Case(rank, message, "SIGSTOP" if number % 6 == 5 else "SIGKILL", staging)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    ranks = Pool(("torch", "torch.distributed.tensor", "meshcomm.mesh", __name__))
-    yield ranks
-    ranks.close()
-
-
+# test_deaths.py has the deaths of either side in the simulator.
 @pytest.mark.parametrize(
     "case",
-    [Case(2, 9, "SIGKILL", "whole"), Case(5, 17, "SIGKILL", "buckets"), Case(6, 12, "SIGSTOP", "whole")],
+    [
+        pytest.param(Case(2, 9, "SIGKILL", "whole"), marks=pytest.mark.deep),
+        Case(5, 17, "SIGKILL", "buckets"),
+        Case(6, 12, "SIGSTOP", "whole"),
+    ],
     ids=str,
 )
 def test_three_deaths(pool: Pool, case: Case) -> None:
@@ -196,7 +197,8 @@ def _start_or_raise(run: Run, rounds: Iterator[int], start: Any, *args: Any) -> 
     return start(run, *args)
 
 
-@pytest.mark.parametrize("staging", ["whole", "buckets"])
+# test_deaths.py has both ways of staging in the simulator.
+@pytest.mark.parametrize("staging", ["whole", pytest.param("buckets", marks=pytest.mark.deep)])
 def test_an_interrupt_in_a_pull_names_the_rank(pool: Pool, staging: Staging) -> None:
     """Its copy keeps the old version, or refuses; every other rank says who left, and why."""
     said = pool.run(partial(_interrupted, staging), ranks=8, timeout_s=_STARTS_S + _TIMEOUT_S + _BUSY_S)
@@ -214,16 +216,19 @@ def _held_up() -> Held:
     """The target never pulls the second version."""
     source, target, link = opened(_TIMEOUT_S)
     weights = link.weights(model_of(source, target))
+    store = default_store()
     said: Any = None
     if target.is_member:
         weights.pull()
-        time.sleep(_TIMEOUT_S + 5)  # it generates
+        store.wait(["held up"], timedelta(seconds=_TIMEOUT_S + _BUSY_S))  # it generates
     else:
         weights.push(1)
         weights.push(2)
         with pytest.raises(TransferFailed) as raised:
             weights.push(3)
         said = str(raised.value), raised.value.missing
+        if store.add("refused", 1) == 4:
+            store.set("held up", "")
     pushes = sum(thread.name == "meshcomm-push" for thread in threading.enumerate())
     return Held((said, pushes), (source, target, link), reusable=False)
 
@@ -237,7 +242,7 @@ def test_the_next_push_names_who_holds_it_up(pool: Pool) -> None:
 
 
 _EXITS = """
-import sys, time, torch, meshcomm
+import os, sys, time, torch, meshcomm
 how = sys.argv[1]
 source = meshcomm.init(dims={"a": 1}, ranks=[0], timeout_s=20, device="cpu")
 target = meshcomm.init(dims={"b": 1}, ranks=[1], timeout_s=20, device="cpu")
@@ -250,6 +255,8 @@ if target.is_member:
         print("pulled", weights.pull())
     except meshcomm.MeshcommError as error:
         print(type(error).__name__)
+    sys.stdout.flush()
+    os._exit(0)
 else:
     weights.push(3)
     if how == "changed":
@@ -259,28 +266,33 @@ else:
 """
 
 
-def _run(script: str, count: int, *arguments: str) -> list[Any]:
-    """Run a script as a job whose store is in rank 0. Return each rank's stdout and stderr, and the exit codes."""
+def _variables(count: int) -> dict[str, str]:
+    """The variables of a job whose store is in rank 0."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    common = {
-        **os.environ,
+    return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(count),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+
+
+def _process(variables: dict[str, str], rank: int, script: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _run(script: str, count: int, *arguments: str) -> list[Any]:
+    """Run a script as a job. Return each rank's stdout and stderr, and the exit codes."""
+    variables = _variables(count)
+    ranks = [_process(variables, rank, script, *arguments) for rank in range(count)]
     try:
         texts: list[Any] = [rank.communicate(timeout=80) for rank in ranks]
     finally:
@@ -291,13 +303,22 @@ def _run(script: str, count: int, *arguments: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("how", ["returns", "changed", "raises"])
-def test_a_program_ends_while_a_push_is_under_way(how: str) -> None:
+def test_a_program_ends_while_a_push_is_under_way(how: str, pool: Pool, tmp_path: Path) -> None:
     """The push is carried out, and an error that nobody has waited for is printed. After an error of the program, nothing waits."""
-    (_, told), (out, _), codes = _run(_EXITS, 2, how)
+    variables = _variables(2)
+    target = Job(pool, tmp_path, "-c", _EXITS, how, env={**variables, "RANK": "1", "LOCAL_RANK": "1"})
+    # The end of its interpreter is what is tested.
+    with _process(variables, 0, _EXITS, how) as source:
+        try:
+            _, told = source.communicate(timeout=80)
+        finally:
+            source.kill()
     if how == "raises":
-        assert "the program's own" in told and codes[0] == 1, (codes, told)
+        target.kill()
+        assert "the program's own" in told and source.returncode == 1, (source.returncode, told)
         return
-    assert codes == [0, 0], (codes, told)
+    code, out, _ = target.finish()
+    assert (source.returncode, code) == (0, 0), (source.returncode, code, told)
     assert out.strip() == ("pulled 3" if how == "returns" else "SourceChanged")
     assert ("nobody waited for the push of version 3" in told) == (how == "changed"), told
 

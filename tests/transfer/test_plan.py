@@ -125,6 +125,7 @@ def _same(mine: Pieces, rows: Pieces, seed: int) -> None:
 
 
 @pytest.mark.parametrize("block", range(4))
+@pytest.mark.deep_cases(r"\[[123]\]")  # more random cases of the same kind
 def test_loads_and_rounds_are_what_all_ranks_send(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each rank computes for itself adds up to the loads; a round keeps to the bucket, or sends one row of each piece."""
     monkeypatch.setattr("meshcomm.transfer.plan._LEAST_STRIPED_BYTES", 0)
