@@ -120,7 +120,8 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except MeshcommError as error:
             # All ranks on a host read the same file, so only the first rank reports errors in it.
-            if not isinstance(error, ConfigError) or _first_of_host(os.environ):
+            local = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
+            if local == "0" or not isinstance(error, ConfigError):
                 _say(error)
             raise typer.Exit(2) from None
 
@@ -130,10 +131,6 @@ def _say(error: MeshcommError) -> None:
     from meshcomm.show.page import Line, terminal
 
     terminal(10_000, stderr=True).print(Line(str(error)), crop=False)
-
-
-def _first_of_host(env: Mapping[str, str]) -> bool:
-    return next((env[name] for name in _LOCAL_RANKS if name in env), "0") == "0"
 
 
 def first_paragraph(text: str | None) -> str:

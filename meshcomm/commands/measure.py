@@ -7,7 +7,6 @@ import platform
 import socket
 import sys
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ from meshcomm.config import TopologyConfig
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout import Family, Plan
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.predict.links import Machine, machine, span
 from meshcomm.predict.times import COUNTED, DTYPE_BYTES, Operation, bandwidths, counted_bytes
 from meshcomm.show.page import Facts
@@ -353,7 +353,7 @@ def machine_facts(mesh: Mesh) -> Facts:
     on_cuda = mesh.device.type == "cuda"
     facts: Facts = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hosts": _hosts(mesh),
+        "hosts": len(set(of_every_rank(mesh, socket.gethostname()))),
         "cpus": os.cpu_count() or 1,
         "load": os.getloadavg()[0],
         "processor": platform.machine(),
@@ -366,11 +366,3 @@ def machine_facts(mesh: Mesh) -> Facts:
     if on_cuda:
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return facts
-
-
-def _hosts(mesh: Mesh) -> int:
-    """Return the number of distinct host names among the ranks."""
-    mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64, device=mesh.device)
-    for dim in mesh.dims:
-        mine = mesh.all_gather(dim, mine)
-    return len(set(mine.tolist()))

@@ -254,7 +254,9 @@ def _refused(model: type[BaseModel], path: Path, errors: Sequence[PydanticError]
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     near += [(path[:depth], value) for value in (default, *examples)]
     suggested = (
-        f"{key_path(key_parts)} = {toml(value)}" for key_parts, value in near if _says_something(value)
+        f"{key_path(key_parts)} = {toml(value)}"
+        for key_parts, value in near
+        if value not in (None, (), {}) and not isinstance(value, BaseModel)
     )
     shown = path[-2:] if isinstance(path[-1], int) else path[-1:]
     way = next(suggested, f"remove {key}")
@@ -309,7 +311,3 @@ def _meant(section: type[BaseModel], setting: Path, error: PydanticError) -> Ite
         yield choices.get(nearest_name(str(value).lower(), choices) or "")
     elif kind in ("greater_than_equal", "less_than_equal"):
         yield error["ctx"].get("ge", error["ctx"].get("le"))
-
-
-def _says_something(value: Any) -> bool:
-    return value not in (None, (), {}) and not isinstance(value, BaseModel)

@@ -23,6 +23,7 @@ from meshcomm.layout import Plan
 from meshcomm.mesh.devices import check_backends, check_devices, choose_backend, choose_device
 from meshcomm.predict.lint import footprint
 from meshcomm.rendezvous.launcher import Launch, find_launch
+from meshcomm.show.units import count
 
 _ALONE: Final = Launch("single", 0, 1, 0, 1)
 _PACKAGES: Final = ("einops", "numpy", "pydantic", "rich", "typer")
@@ -148,14 +149,13 @@ def _device_findings(settings: Config, plan: Plan, device: torch.device, launch:
     except LaunchError as error:
         yield Finding.of(error)
         return
-    devices = _devices()
-    unit, count = ("GPU", len(devices["cuda"])) if device.type == "cuda" else ("core", devices["cores"])
-    if launch.local_size > count:
-        plural = "" if count == 1 else "s"
+    here = _devices()
+    unit, devices = ("GPU", len(here["cuda"])) if device.type == "cuda" else ("core", here["cores"])
+    if launch.local_size > devices:
         yield Finding(
             "warn",
             f"ranks share {unit}s",
-            given=f"{launch.local_size} ranks on {count} {unit}{plural}",
+            given=f"{launch.local_size} ranks on {count(devices, unit)}",
             expected=f"one {unit} per rank for full speed",
-            hint=f"at most {count} rank{plural} on this host",
+            hint=f"at most {count(devices, 'rank')} on this host",
         )

@@ -5,13 +5,14 @@ send and a receive.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.show.units import count
 from meshcomm.watching.matcher import Message, Messages
-from meshcomm.watching.verdict import majority
+from meshcomm.watching.verdict import alike, majority
 
 if TYPE_CHECKING:
     from meshcomm.dryrun.rank import RankStep
@@ -100,22 +101,16 @@ def _first_difference(
         # In a tie, the lists of calls of two ranks that do not agree are compared.
         other = usual[0] if usual else next(rank for rank in odd if keys[rank] != keys[odd[0]])
         difference = _difference_text(calls_of_rank[odd[0]], calls_of_rank[other], place)
-        what = f"{_those(odd, where)} along {dim}: {difference}"
+        who = where(odd[0]) if len(odd) == 1 else f"{ranks_text(odd)}, {where(odd[0])} first,"
+        what = f"{who} along {dim}: {difference}"
         if not usual:
             what = f"{ranks_text(odd)} along {dim} do not agree; {where(odd[0])}: {difference}"
-        lines = [f"{ranks_text(ranks)}: {_at(spans[ranks[0]])}" for ranks in _by_call(spans, odd)]
+        calls = {rank: span and (_key(span), span.site) for rank, span in spans.items()}
+        lines = [f"{ranks_text(ranks)}: {_at(spans[ranks[0]])}" for ranks in alike(odd, calls)]
         lines += [f"{ranks_text(usual)}: {_at(spans[usual[0]])}"] if usual else []
         lines[-1] += f", as call {place + 1} of {label}"
         return DryRunFinding(what, tuple(lines), tuple(odd), dim)
     return None
-
-
-def _by_call(spans: Mapping[int, Span | None], ranks: Sequence[int]) -> Iterable[list[int]]:
-    alike: dict[object, list[int]] = defaultdict(list)
-    for rank in ranks:
-        span = spans[rank]
-        alike[span and (_key(span), span.site)].append(rank)
-    return alike.values()
 
 
 def _difference_text(mine: Sequence[Span], theirs: Sequence[Span], place: int) -> str:
@@ -123,11 +118,9 @@ def _difference_text(mine: Sequence[Span], theirs: Sequence[Span], place: int) -
     call, other = (calls[place] if place < len(calls) else None for calls in (mine, theirs))
     if call is None:
         assert other is not None
-        count = len(theirs) - place
-        return f"{_calls(count)} fewer than others make, starting with {call_text(other)} at {other.site}"
+        return f"{count(len(theirs) - place, 'call')} fewer than others make, starting with {call_text(other)} at {other.site}"
     if other is None:
-        count = len(mine) - place
-        return f"{_calls(count)} more than others make, starting with {call_text(call)} at {call.site}"
+        return f"{count(len(mine) - place, 'call')} more than others make, starting with {call_text(call)} at {call.site}"
     # Choose the explanation that leaves the most matching calls after this one.
     left_out = _alike(mine, place, theirs, place + 1)
     more = _alike(mine, place + 1, theirs, place)
@@ -138,10 +131,6 @@ def _difference_text(mine: Sequence[Span], theirs: Sequence[Span], place: int) -
     return f"{_at(call)}, where others make {_at(other)}"
 
 
-def _calls(count: int) -> str:
-    return f"{count} call" + "s" * (count != 1)
-
-
 def _alike(mine: Sequence[Span], my_place: int, theirs: Sequence[Span], their_place: int) -> int:
     """Return how many consecutive calls match, starting at `my_place` in `mine` and at `their_place` in `theirs`."""
     pairs = zip(mine[my_place:], theirs[their_place:], strict=False)
@@ -150,10 +139,6 @@ def _alike(mine: Sequence[Span], my_place: int, theirs: Sequence[Span], their_pl
 
 def _at(span: Span | None) -> str:
     return "no further call" if span is None else f"{call_text(span)} at {span.site}"
-
-
-def _those(ranks: Sequence[int], where: Callable[[int], str]) -> str:
-    return where(ranks[0]) if len(ranks) == 1 else f"{ranks_text(ranks)}, {where(ranks[0])} first,"
 
 
 # -- messages ---------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.runtime import PRETENDED
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, MeshOnly, Settings, new_job
 from meshcomm.parallel.compose import Engine
-from meshcomm.train.trainer import RECORDER, StepRecorder
+from meshcomm.train.trainer import RECORDER, EnoughSteps, StepRecorder
 from meshcomm.watching.spans import Span
 
 
@@ -61,10 +61,6 @@ class Script(NamedTuple):
 # The assumed number of ranks per host, for programs that read the launcher's environment variables.
 _PER_HOST: Final = 8
 _WHOLE: Final = "the whole program"
-
-
-class _Enough(BaseException):
-    """Ends a program whose requested steps have been recorded. It is not an Exception, so that no script catches it."""
 
 
 @final
@@ -105,7 +101,7 @@ class ProgramRecorder(Passes, StepRecorder):
             )
         self.mesh, self.groups = mesh, dict(mesh.debug.metrics.groups)
         if self._looks:
-            raise _Enough
+            raise EnoughSteps
         mesh.debug.metrics.trace_into(self)
 
     def layout_of(self, who: str) -> Layout:
@@ -137,7 +133,7 @@ class ProgramRecorder(Passes, StepRecorder):
             self._optimizer = optimizer
         if self.mesh is None and optimizer is self._optimizer:
             if self._looks:
-                raise _Enough
+                raise EnoughSteps
             self.step(0)
 
     def stretch(self) -> tuple[str, bool]:
@@ -156,7 +152,7 @@ class ProgramRecorder(Passes, StepRecorder):
         self._left -= 1
         if not self._left:
             self.part = "one step" if self.part_begins else "the start and one step"
-            raise _Enough
+            raise EnoughSteps
         self.part_begins = Event("part", len(self.calls), self.flops())
         self.events.append(self.part_begins)
 
@@ -231,12 +227,12 @@ def _seeded(rank: int) -> Iterator[None]:
 def _inside(
     recorder: ProgramRecorder, rank: int, world: int, mode: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """Run the block as the only existing rank of a world. `_Enough` ends the block without an error."""
+    """Run the block as the only existing rank of a world. `EnoughSteps` ends the block without an error."""
     token, trainers = PRETENDED.set(recorder), RECORDER.set(recorder)
     recorder.torch = groups = TorchGroups(recorder, rank, world)
     hook = register_optimizer_step_post_hook(recorder.optimized)
     try:
-        with pretended_world(rank, world, groups.made, recorder.objects), groups, mode, suppress(_Enough):
+        with pretended_world(rank, world, groups.made, recorder.objects), groups, mode, suppress(EnoughSteps):
             yield
     finally:
         hook.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ from meshcomm.mesh.source import with_sizes
 from meshcomm.rendezvous.generation import VARIABLE
 from meshcomm.rendezvous.meeting import of_this_attempt
 from meshcomm.rendezvous.processes import is_claimed
-from meshcomm.rendezvous.signed import SECRET_VARIABLE, SignedStore, new_secret
+from meshcomm.rendezvous.signed import SECRET_VARIABLE, SignedStore
 from meshcomm.watching.ending import Failure, root_cause, without_error
 
 # How long to wait for the original error after errors that it may have caused.
@@ -118,7 +119,7 @@ class Supervisor(ABC):
         """Set the variables that say where the processes meet. run: the job's name. store: the launcher's own store at this
         address; None if rank 0 serves it, so that lost ranks cannot be replaced.
         """
-        secret = new_secret()
+        secret = secrets.token_hex(16)
         self.common |= {
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),

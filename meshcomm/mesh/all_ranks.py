@@ -18,6 +18,7 @@ from meshcomm.show.stats import spread_page
 from meshcomm.watching.callsite import caller, is_ours
 from meshcomm.watching.recorder import FlightRecorder
 from meshcomm.watching.spans import host
+from meshcomm.watching.verdict import alike, majority
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -73,18 +74,14 @@ def _frames() -> tuple[FrameType, FrameType]:
 
 def _differing(mesh: Mesh, of_ranks: Sequence[str]) -> CallMismatchError:
     """Return an error that names the calls of up to 8 groups of ranks."""
-    calls: dict[str, list[int]] = {}
-    for rank, call in zip(ranks_of(mesh), of_ranks, strict=True):
-        calls.setdefault(call, []).append(rank)
-    largest = max(calls.values(), key=len)
-    common = largest if 2 * len(largest) > len(of_ranks) else []
-    lines = [f"{ranks_text(sorted(ranks))}: {call}" for call, ranks in calls.items()]
+    calls = dict(zip(ranks_of(mesh), of_ranks, strict=True))
+    lines = [f"{ranks_text(sorted(ranks))}: {calls[ranks[0]]}" for ranks in alike(ranks_of(mesh), calls)]
     return CallMismatchError(
         "ranks are in different calls, in which all ranks exchange records",
         given="\n".join(lines[:8]),
         expected="the same calls on every rank of the mesh, in the same order",
         hint="call it on every rank, outside of `if mesh.rank == 0:`; print or write the result on one rank",
-        mismatched_ranks=tuple(sorted(rank for rank in ranks_of(mesh) if rank not in common)),
+        mismatched_ranks=tuple(sorted(majority(calls)[1])),
     )
 
 

@@ -62,7 +62,7 @@ class OutsideGroups:
         self._named: Counter[str] = Counter()
         # Created at the first call in a group, when the group's ranks are known. None if the group is not watched.
         self._recorders: dict[str, FlightRecorder | None] = {}
-        watch.outside = self._recorder_of
+        watch.outside = lambda name: self._recorder(name) if name in self._hooks else None
         self._ended = on_new_groups(self._see)
         for group in groups_by_name().values():
             self._see(group)
@@ -86,9 +86,6 @@ class OutsideGroups:
         if name not in self._recorders:
             self._recorders[name] = self._made(group_named(name))
         return self._recorders[name]
-
-    def _recorder_of(self, name: str) -> FlightRecorder | None:
-        return self._recorder(name) if name in self._hooks else None
 
     def _made(self, group: Any) -> FlightRecorder | None:
         ranks, backend = ranks_of(group), backend_of(group)

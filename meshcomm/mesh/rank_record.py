@@ -144,10 +144,6 @@ class RankRecord:
             return True
         return False
 
-    def thread_ended(self, error: BaseException, thread: str) -> None:
-        """Record that a thread of the program ended with an error. Ranks that wait for this rank will read the record."""
-        self.thread = str(Raised(error, f"thread {thread}"))
-
 
 @final
 class RecordExchange:

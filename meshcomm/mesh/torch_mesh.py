@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -21,6 +22,7 @@ from meshcomm.transport.torch_private import (
 
 
 @final
+@dataclass(eq=False, slots=True)
 class TorchMesh:
     """Torch objects over a mesh's groups. Each object is created on first use, without communication.
 
@@ -28,20 +30,13 @@ class TorchMesh:
     all meshes of a model.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        device: torch.device,
-        transports: Mapping[str, Transport],
-        prefix: str,
-    ) -> None:
-        self.layout = layout
-        self._rank, self._device = rank, device
-        self._transports = transports
-        self._prefix = prefix
-        self._solo: dict[str, SoloGroup] = {}
-        self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+    layout: Layout
+    _rank: int
+    _device: torch.device
+    _transports: Mapping[str, Transport]
+    _prefix: str
+    _solo: dict[str, SoloGroup] = field(default_factory=dict)
+    _device_meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
 
     def group(self, name: str) -> dist.ProcessGroup:
         """Return the group along `name`. A group of one rank only copies data."""
@@ -70,7 +65,8 @@ class TorchMesh:
                 return self.device_mesh(whole)[names if len(names) > 1 else names[0]]
         runs = {name: layout.merge.get(name, (name,)) for name in names}
         # Slices of one root mesh can be combined with shards along the root's other dims, as FSDP does.
-        if names != tuple(layout.dims) and all(self._ascend(run) for run in runs.values()):
+        ascend = all(run == tuple(dim for dim in layout.dims if dim in run) for run in runs.values())
+        if names != tuple(layout.dims) and ascend:
             slices = [
                 self.device_mesh(run)
                 if len(run) == 1
@@ -88,10 +84,6 @@ class TorchMesh:
             mesh=torch.tensor(grid.tolist(), device="cpu"),
             mesh_dim_names=names,
         )
-
-    def _ascend(self, dims: tuple[str, ...]) -> bool:
-        """Return whether `dims` are base dims in the order of the base."""
-        return dims == tuple(dim for dim in self.layout.dims if dim in dims)
 
     def close(self) -> None:
         """Release the meshes and the groups of size 1."""

@@ -40,6 +40,7 @@ from meshcomm.transport.torch_private import await_at_exit, capturing, unfinishe
 from meshcomm.watching.callsite import C10D, is_inside
 from meshcomm.watching.compare import MessageCheck, Shared
 from meshcomm.watching.exceptions import (
+    Raised,
     Reason,
     backend_error,
     caused_by,
@@ -695,7 +696,8 @@ def _explain(watchdog: ref[Watchdog], error: BaseException, thread: str) -> Mesh
     """See Watching.explain. `thread` names the thread that ends with `error`, "" for the main thread."""
     alive = watchdog()
     if alive is not None and thread:
-        alive.own.thread_ended(error, thread)
+        # Ranks that wait for this rank will read it.
+        alive.own.thread = str(Raised(error, f"thread {thread}"))
         if alive.of_job:
             leave_seen(error, f"{alive.own.label}, thread {thread}")
     return None if alive is None else alive.explain(error)

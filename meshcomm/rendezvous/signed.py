@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import os
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +24,6 @@ _Store: Any = dist.Store
 
 # A signature, the value's length in hex, and a line break precede each value. A key holds several after `append`.
 _HEAD: Final = re.compile(rb"[0-9a-f]{32}([0-9a-f]+)\n")
-
-
-def new_secret() -> str:
-    """Return a secret for a job."""
-    return secrets.token_hex(16)
 
 
 def signed(store: Any, where: str = "", env: Mapping[str, str] = os.environ) -> Any:

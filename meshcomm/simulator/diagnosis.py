@@ -9,9 +9,11 @@ from typing import Any, Final
 
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.show.units import count
 from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.transport import SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState, StoreWait
+from meshcomm.watching.verdict import alike
 from meshcomm.watching.waits import find_circle
 
 # An error shows this many lines of each kind and gives the number of omitted lines.
@@ -86,12 +88,10 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
     if not failed:
         return None
     # Errors that differ only in the rank's name are shown once.
-    alike: dict[tuple[str, str], list[int]] = {}
-    for rank, error in failed.items():
-        alike.setdefault((_text(error).replace(names[rank], ""), raised_at(error)), []).append(rank)
+    said = {rank: (_text(error).replace(names[rank], ""), raised_at(error)) for rank, error in failed.items()}
     lines = []
-    for (_, line), ranks in alike.items():
-        lines += [f"{ranks_text(ranks)} at {line}:", *_text(failed[ranks[0]]).splitlines()]
+    for ranks in alike([*failed], said):
+        lines += [f"{ranks_text(ranks)} at {said[ranks[0]][1]}:", *_text(failed[ranks[0]]).splitlines()]
     if waiting:
         lines.append(f"{ranks_text(sorted(waiting))} waited for others when no rank could continue")
     first = min(failed)
@@ -113,8 +113,7 @@ def _tags_differ(shared: SharedState) -> UnmatchedMessage | None:
     sends = [work for work in waiting if work.kind == "send"]
     for recv in waiting:
         for send in sends if recv.kind == "recv" else ():
-            # Two groups may have the same label.
-            meet = (send.label, send.peer) == (recv.label, recv.actor.rank) and send.tag != recv.tag
+            meet = send.group is recv.group and send.peer == recv.actor.rank and send.tag != recv.tag
             if meet and recv.peer in (None, send.actor.rank):
                 what = f"{send.actor.name} sends with tag {send.tag}, {recv.actor.name} receives with tag {recv.tag}"
                 return _unmatched_error(what, [send, recv], "equal tags")
@@ -183,7 +182,7 @@ def _left_over(shared: SharedState) -> UnmatchedMessage | None:
     if not messages:
         return None
     ranks = ranks_text(sorted({work.actor.rank for work in messages}))
-    what = f"{ranks} ended with {_count(messages, 'unmatched message')}"
+    what = f"{ranks} ended with {count(len(messages), 'unmatched message')}"
     return _unmatched_error(what, messages, _PAIRS)
 
 
@@ -197,7 +196,7 @@ def _not_waited(shared: SharedState) -> HandleNotWaited | None:
     if not lines:
         return None
     return HandleNotWaited(
-        f"{ranks_text(sorted(ranks))} ended without waiting for {_count(lines, 'handle')}",
+        f"{ranks_text(sorted(ranks))} ended without waiting for {count(len(lines), 'handle')}",
         given="\n".join(_shortened(lines)),
         expected="handle.wait() for every call with async_op, isend and irecv",
         hint="keep the handle, and wait for it before its tensors are used",
@@ -277,10 +276,6 @@ def _wait(ranks: Iterable[int]) -> str:
     """Return `rank 3 waits` or `ranks 0-2 wait`."""
     listed = list(ranks)
     return f"{ranks_text(sorted(listed))} {'waits' if len(listed) == 1 else 'wait'}"
-
-
-def _count(things: Sequence[object], name: str) -> str:
-    return f"{len(things)} {name}{'s' if len(things) > 1 else ''}"
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Final
 
@@ -15,17 +15,12 @@ from meshcomm.reductions import WIRE_OPS
 _SEGMENT_BYTES: Final = 1024 * 1024
 
 
-def _min(acc: Tensor, own: Tensor, out: Tensor) -> None:
-    torch.where(acc < own, acc, own, out=out)
-
-
-def _max(acc: Tensor, own: Tensor, out: Tensor) -> None:
-    torch.where(own < acc, acc, own, out=out)
-
-
 # C++'s std::min and std::max of a rank's own value and the result so far: they return the own value unless the other is
 # less or greater, so that a later number replaces a NaN.
-_COMBINE: Final = {"min": _min, "max": _max}
+_COMBINE: Final[dict[str, Callable[..., Tensor]]] = {
+    "min": lambda acc, own, out: torch.where(acc < own, acc, own, out=out),
+    "max": lambda acc, own, out: torch.where(own < acc, acc, own, out=out),
+}
 
 
 def reduced(parts: Sequence[Tensor], op: str) -> Tensor:

@@ -89,30 +89,28 @@ def _walk(frame: Any) -> Callsite:
 class SimulatedWork:
     """An operation that a rank has started. It completes when the rank's peers have started theirs.
 
-    kind:   "opening" is the creation of a group. call: the operation, such as `all_reduce`. label: the group, such as `tp[dp=0]`.
-    absent: returns the global ranks that the operation still waits for.
+    kind:   "opening" is the creation of a group. call: the operation, such as `all_reduce`.
     site:   where the operation was started; None for a blocking call, because the rank is still at that line.
-    gone:   returns whether ranks of the group were lost. finish: copies the result to where the caller wants it.
+    absent: returns the global ranks that the operation still waits for.
+    finish: copies the result to where the caller wants it.
     of_torch: whether code outside the mesh made the call. Such a call has to complete, but nobody has to wait for it.
     number: a collective's sequence number in its group. peer: the global rank at the other end of a message, or
             None for a receive from any source. source: the coord from which a receive got its message.
     error:  the error of an operation whose result could not be computed.
     """
 
-    scheduler: Scheduler
+    group: SimulatedGroup
     actor: Actor
     kind: Literal["opening", "collective", "send", "recv"]
     call: str
-    label: str
-    absent: Callable[[], list[int]]
     site: Callsite | None
+    absent: Callable[[], list[int]] = list
     number: int = 0
     peer: int | None = None
     tag: int = 0
     done: bool = False
     error: Exception | None = None
     source: int = -1
-    gone: Callable[[], bool] = bool
     finish: Callable[[], None] | None = None
     of_torch: bool = False
 
@@ -124,19 +122,19 @@ class SimulatedWork:
         """Let the other ranks run until the operation is done. `timeout` is ignored, because no simulated time passes."""
         if self.site is not None:
             self.actor.unwaited.pop(self, None)
-        if not self.done and not self.gone():
-            self.scheduler.wait(self.actor, self)
+        if not self.done and not self.group.gone:
+            self.group.scheduler.wait(self.actor, self)
         if not self.done:
-            raise broken(self.label)
+            raise broken(self.group.label)
         if self.error is not None:
             raise copy.copy(self.error)
         return True
 
     def is_completed(self) -> bool:
         """Return whether the operation is done. If it is not, let other ranks run first, so that polling makes progress."""
-        if not self.done and not self.gone():
-            self.scheduler.poll(self.actor, self)
-        return self.done or self.gone()
+        if not self.done and not self.group.gone:
+            self.group.scheduler.poll(self.actor, self)
+        return self.done or self.group.gone
 
     def then(self, finish: Callable[[], None]) -> None:
         """Call `finish` when the operation is done, which may be now."""
@@ -170,7 +168,7 @@ class SimulatedWork:
         # Release the tensors of all ranks, to which `absent` refers.
         self.absent = list
         if self.actor.wait is self:
-            self.scheduler.wake(self.actor)
+            self.group.scheduler.wake(self.actor)
 
     def described(self, call: str) -> str:
         """Return text such as `all_reduce, call 3 on tp[dp=0]` or `send to rank 1, tag 2, on tp[dp=0]`.
@@ -178,14 +176,14 @@ class SimulatedWork:
         call: the name of the function that the user called.
         """
         if self.kind == "opening":
-            return f"{self.call if call == '?' else call}, creation of {self.label}"
+            return f"{self.call if call == '?' else call}, creation of {self.group.label}"
         if self.kind == "collective":
             name = self.call if call in (self.call, "?") else f"{call} ({self.call})"
-            return f"{name}, call {self.number} on {self.label}"
+            return f"{name}, call {self.number} on {self.group.label}"
         end = "send to" if self.kind == "send" else "receive from"
         peer = "any rank" if self.peer is None else f"rank {self.peer}"
         tag = "" if self.tag == 0 else f", tag {self.tag}"
-        text = f"{end} {peer}{tag}, on {self.label}"
+        text = f"{end} {peer}{tag}, on {self.group.label}"
         return text if call in (self.kind, "?") else f"{call} ({text})"
 
 
@@ -219,10 +217,6 @@ class Contribution(NamedTuple):
         dtype = None if tensor is None else tensor.dtype
         elements = None if tensor is None or lengths else tensor.numel()
         return dtype, elements, op, None if row.root is None else root, row, not lengths
-
-    def told_facts(self) -> dict[str, Any]:
-        """Return what the caller said, if it did."""
-        return {} if self.told is None else {"call": self.told[1], **self.told[2]}
 
     def facts(self) -> dict[str, Any]:
         """Return the call's properties as errors show them."""
@@ -349,23 +343,10 @@ class SimulatedGroup:
         self.pending.clear()
         self.messages = Messages()
 
-    def is_gone(self) -> bool:
-        """Return whether ranks were lost."""
-        return self.gone
-
     def meet(self, coord: int) -> None:
         """Let other ranks run until all members have opened the group, as Gloo connects them (measured with torch 2.15)."""
         self.scheduler.check()
-        work = SimulatedWork(
-            self.scheduler,
-            self.actors[coord],
-            "opening",
-            "new_group",
-            self.label,
-            list,
-            None,
-            gone=self.is_gone,
-        )
+        work = SimulatedWork(self, self.actors[coord], "opening", "new_group", None)
         opening = self._openings.join(coord, work)
         work.absent = lambda: [self.ranks[each] for each in opening.absent()]
         if opening.complete:
@@ -382,16 +363,8 @@ class SimulatedGroup:
         scheduler.check()
         if self.gone:
             raise broken(self.label)
-        work = SimulatedWork(
-            scheduler,
-            self.actors[coord],
-            "collective",
-            call.row.name if told is None else told[1],
-            self.label,
-            list,
-            None if call.blocking else here(),
-            gone=self.is_gone,
-        )
+        name, site = call.row.name if told is None else told[1], None if call.blocking else here()
+        work = SimulatedWork(self, self.actors[coord], "collective", name, site)
         contribution = Contribution(call, told, work)
         joined = self._collectives.join(coord, contribution)
         number = work.number = joined.number
@@ -402,8 +375,9 @@ class SimulatedGroup:
         elif compared != pending.compared:
             pending.mismatched = True
         # Calls of the mesh and of torch say different things; what both say must be equal.
-        for name, value in contribution.told_facts().items():
-            pending.mismatched |= pending.told.setdefault(name, value) != value
+        facts = {} if told is None else {"call": name, **told[2]}
+        for fact, value in facts.items():
+            pending.mismatched |= pending.told.setdefault(fact, value) != value
         work.absent = partial(pending.absent, call.row.needs(coord, call.root, len(self.ranks)))
         partly = call.row in (BROADCAST, GATHER, SCATTER)
         if partly and not pending.mismatched:
@@ -436,19 +410,8 @@ class SimulatedGroup:
         direction, x, peer, tag = message
         other = None if peer is None else self.ranks[peer]
         peers = [each for each in self.ranks if each != rank] if other is None else [other]
-        actor = self.actors[coord]
         work = SimulatedWork(
-            scheduler,
-            actor,
-            direction,
-            site.call,
-            self.label,
-            lambda: peers,
-            site,
-            0,
-            other,
-            tag,
-            gone=self.is_gone,
+            self, self.actors[coord], direction, site.call, site, lambda: peers, peer=other, tag=tag
         )
         mine = End(x, work, single)
         if direction == "send":

@@ -186,25 +186,19 @@ class SimulatedWorld:
 
 
 @final
+@dataclass(eq=False)
 class SimulatedWatch(Watching):
     """Creates the recorders for a simulated rank's groups. It needs no thread, because the scheduler knows what ranks do."""
 
     timed = False
 
-    def __init__(
-        self,
-        shared: SharedState,
-        rank: int,
-        coords: Mapping[str, int],
-        prefix: str,
-        generations: Generations | None,
-    ) -> None:
-        self._shared, self._generations = shared, generations
-        self._rank = rank
-        self._coords = coords
-        self._prefix = prefix
-        self._labels: list[str] = []
-        self._recorders: list[FlightRecorder] = []
+    _shared: SharedState
+    _rank: int
+    _coords: Mapping[str, int]
+    _prefix: str
+    _generations: Generations | None
+    _labels: list[str] = field(default_factory=list)
+    _recorders: list[FlightRecorder] = field(default_factory=list)
 
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
         recorder = FlightRecorder(label, ranks, self._failed)

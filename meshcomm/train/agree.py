@@ -21,6 +21,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank, on_all_ranks, ranks_of
 from meshcomm.parallel.splits import Sections, sections
 from meshcomm.train.data import Corpus, load
+from meshcomm.watching.verdict import alike, majority
 
 # Settings that may differ between hosts.
 _PATHS = {"files", "tokens", "chat", "tokenizer", "validation_files", "pretrained", "out"}
@@ -101,32 +102,33 @@ def _settings(section: BaseModel | None) -> dict[str, Any]:
 
 
 def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingError:
-    """Return an error that lists every differing field, with the most common value and the values on other ranks."""
+    """Return an error that lists every differing field, with the most common value, unless there is a tie, and the values on
+    other ranks.
+    """
     lines: list[str] = []
     keys: list[str] = []
     odd: set[int] = set()
     flat = [dict(_fields(setting)) for setting in settings]
     for key in dict.fromkeys(key for fields in flat for key in fields):
-        values: dict[str, list[int]] = {}
-        for rank, fields in zip(ranks, flat, strict=True):
-            values.setdefault(whole_toml(fields.get(key)), []).append(rank)
-        if len(values) > 1:
-            common = max(values, key=lambda value: len(values[value]))
-            others = {value: sorted(odd_ranks) for value, odd_ranks in values.items() if value != common}
+        values = {rank: whole_toml(fields.get(key)) for rank, fields in zip(ranks, flat, strict=True)}
+        usual, others = majority(values)
+        if others:
             keys.append(key)
-            odd.update(rank for odd_ranks in others.values() for rank in odd_ranks)
-            differing = ", ".join(f"{ranks_text(odd_ranks)} = {value}" for value, odd_ranks in others.items())
-            lines.append(f"{key}: {differing}, the others {common}")
+            odd.update(others)
+            differing = [f"{ranks_text(like)} = {values[like[0]]}" for like in alike(sorted(others), values)]
+            differing += [f"the others {values[usual[0]]}"] if usual else []
+            lines.append(f"{key}: {', '.join(differing)}")
+    right = len(ranks) - len(odd)
+    against = f": {ranks_text(sorted(odd))} against the other {right}" if right else ""
     more = f" and {len(keys) - _SHOWN} more settings" if len(keys) > _SHOWN else ""
     return TrainingError(
-        f"ranks disagree on {', '.join(keys[:_SHOWN])}{more}: "
-        f"{ranks_text(sorted(odd))} against the other {len(ranks) - len(odd)}",
+        f"ranks disagree on {', '.join(keys[:_SHOWN])}{more}{against}",
         given="\n".join(lines[:_SHOWN]),
         expected="the same on every rank",
         hint="in data.files, name files that are identical on every host; the default, the sources of Python's "
         "standard library, differs between Python versions"
         if keys == ["data.sha256"]
-        else f"start {ranks_text(sorted(odd))} with the same configuration as the others",
+        else f"start {ranks_text(sorted(odd))} with the same configuration{' as the others' if right else ''}",
     )
 
 

@@ -30,7 +30,7 @@ from meshcomm.parallel.results import Done
 from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tree import called, sliced
-from meshcomm.train.trainer import RECORDER, StepRecorder, Trainer
+from meshcomm.train.trainer import RECORDER, EnoughSteps, StepRecorder, Trainer
 from meshcomm.transfer.fused import unfused
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
@@ -114,10 +114,6 @@ def reference(config: Config) -> Config:
     return load_config({**facts, "mesh": mesh, "parallel": {}})
 
 
-class _Enough(BaseException):
-    """Ends a script once the steps are recorded. `except Exception` does not catch this exception."""
-
-
 @final
 class _ParityRecorder(StepRecorder):
     """Records the steps of a program. script: whether the program may end before the last step. original: see `record`."""
@@ -138,7 +134,7 @@ class _ParityRecorder(StepRecorder):
                 self._original = compare_forward(engine, some, from_folder=not self._script)
             except TrainingError as error:
                 self._error = error
-                raise _Enough from error
+                raise EnoughSteps from error
         self._compares = False
 
     def stepped(self, engine: Engine) -> None:
@@ -150,14 +146,14 @@ class _ParityRecorder(StepRecorder):
         if last or self._script:
             self._found = replace(_recorded(engine, self._done), original=self._original)
         if last:
-            raise _Enough
+            raise EnoughSteps
 
     def run(self, program: Callable[[], object]) -> Record | None:
         """Run the program. Return the record of the last step of the program's Trainer, or None if there is none."""
         token = RECORDER.set(self)
         try:
             program()
-        except _Enough:
+        except EnoughSteps:
             pass
         finally:
             RECORDER.reset(token)

@@ -116,7 +116,9 @@ class TrainingReporter(Callback):
         facts = Table.grid(padding=(0, 2))
         for name, fact in summary_rows(summary):
             facts.add_row(name, fact)
-        self._console.print(Panel(facts, title=_title(summary), expand=False))
+        saved = "training saved; train.resume = true continues it"
+        title = saved if summary.asked_to_stop else "training finished"
+        self._console.print(Panel(facts, title=title, expand=False))
         if summary.traffic is not None and summary.traffic.rows:
             self._console.print(page_view(stats_page(summary.traffic.facts(), summary.traffic_steps)))
 
@@ -127,12 +129,6 @@ class TrainingReporter(Callback):
 def not_compared(why: str) -> str:
     """Return the line about the parts of a program that are not checked: see `Trainer.not_checked`."""
     return f"not compared with one process before the first step: {why}"
-
-
-def _title(summary: Summary) -> str:
-    if summary.asked_to_stop:
-        return "training saved; train.resume = true continues it"
-    return "training finished"
 
 
 def resumed_text(resumed: Resumed) -> str:

@@ -87,6 +87,10 @@ class StepRecorder(ABC):
         """Called after each step. Raises an exception to end the program when enough steps are recorded."""
 
 
+class EnoughSteps(BaseException):
+    """Ends a program whose requested steps have been recorded. It is not an Exception, so that no script catches it."""
+
+
 # For the trainers of this context: `meshcomm parity` compares them, and `meshcomm dryrun` inspects them.
 RECORDER: ContextVar[StepRecorder | None] = ContextVar("meshcomm_recorder", default=None)
 
@@ -317,11 +321,8 @@ class Trainer:
             try:
                 return self._recovering(partial(self._run, data, attempt or Attempt(), lease))
             finally:
-                self._end_reading()
-
-    def _end_reading(self) -> None:
-        if self._read is not None:
-            self._read.close()
+                if self._read is not None:
+                    self._read.close()
 
     def _run(self, data: Data | None, attempt: Attempt, lease: Lease) -> Summary:
         source = self._corpus() if data is None else data

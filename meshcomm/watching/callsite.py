@@ -9,7 +9,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, islice, repeat
 from operator import methodcaller
@@ -97,15 +97,9 @@ def stack_of(thread: int) -> list[tuple[str, int, str]]:
     """
     frames: list[FrameType] = []
     now = map(methodcaller("get", thread), iter(sys._current_frames, None))
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        # The outermost frame has no f_back.
-        with contextlib.suppress(AttributeError):
-            frames.extend(accumulate(chain(islice(now, 1), repeat("f_back")), getattr))
-    finally:
-        if collects:
-            gc.enable()
+    # The outermost frame has no f_back.
+    with without_collection(), contextlib.suppress(AttributeError):
+        frames.extend(accumulate(chain(islice(now, 1), repeat("f_back")), getattr))
     # The line where the caller is now, not the first line of its code.
     is_this_thread = thread == threading.get_ident()
     lines = [
@@ -143,19 +137,24 @@ def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
     return False
 
 
-def thread_frames() -> dict[int, FrameType]:
-    """Return the innermost frame of every thread, by thread id; `stack_of` gives the stacks.
-
-    Disables garbage collection during the call: Python (seen with 3.11.7) holds a lock that the destructor of a
-    `threading.local` also takes, so a collection could hang the process forever.
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Disable garbage collection while Python collects all threads' frames or exceptions: it (seen with 3.11.7) holds a lock
+    that the destructor of a `threading.local` also takes, so a collection could hang the process forever.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        frames = sys._current_frames()
+        yield
     finally:
         if collects:
             gc.enable()
+
+
+def thread_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of every thread, by thread id; `stack_of` gives the stacks."""
+    with without_collection():
+        frames = sys._current_frames()
     # The line where the caller is now, not the first line of its code.
     frames[threading.get_ident()] = sys._getframe(1)
     return frames

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 import traceback
@@ -15,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch.distributed as dist
 
 from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
-from meshcomm.watching.callsite import is_ours, is_program, place_in
+from meshcomm.watching.callsite import is_ours, is_program, place_in, without_collection
 
 # The prefixes of Gloo's and NCCL's error messages.
 _CPP: Final = re.compile(r"\b\w+\.(cc|cpp|h|hpp):\d+")
@@ -118,14 +117,8 @@ def frames_of(error: BaseException) -> list[FrameSummary]:
 
 def handled_by(thread: int) -> BaseException | None:
     """Return the exception that a thread is handling, if any."""
-    collects = gc.isenabled()
-    # As in `thread_frames`: Python holds a lock meanwhile.
-    gc.disable()
-    try:
+    with without_collection():
         current: Any = sys._current_exceptions().get(thread)
-    finally:
-        if collects:
-            gc.enable()
     # A tuple before Python 3.12.
     error: BaseException | None = current[1] if isinstance(current, tuple) else current
     return error

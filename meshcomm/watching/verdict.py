@@ -491,16 +491,14 @@ def root_cause(statuses: Statuses, silent: Silent = _NONE_SILENT) -> list[str]:
 def whereabouts(statuses: Statuses, silent: Silent) -> list[str]:
     """Return lines that say where the ranks are, the cause first if ranks wait for others. silent: see `root_cause`."""
     places = places_of(statuses, silent)
-    alike: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        alike.setdefault(place.doing, []).append(rank)
+    doing = {rank: place.doing for rank, place in places.items()}
     waiting = any(place.waits_for for place in places.values())
     return [
         *(root_cause(statuses, silent) if waiting else ()),
         *first_lines(
             [
-                f"{ranks_text(ranks)}: each {doing}" if ranks[1:] else f"{places[ranks[0]].name} {doing}"
-                for doing, ranks in alike.items()
+                f"{ranks_text(ranks) + ': each' if ranks[1:] else places[ranks[0]].name} {doing[ranks[0]]}"
+                for ranks in alike([*places], doing)
             ]
         ),
     ]

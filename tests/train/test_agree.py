@@ -46,3 +46,20 @@ def test_ranks_that_would_train_something_else_are_named(pool: Pool, tmp_path: P
             f"{others * (rank != 0)}the folder for the run cannot be created: not a directory\n"
         )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def halves(out: str) -> str:
+    """The error if two of four ranks have another learning rate than the other two."""
+    config = tiny("mesh.dims={ pp = 1, dp = 2, tp = 2 }", f'train.out="{out}"')
+    with meshcomm.init(config) as mesh:
+        mine = tiny("mesh.dims={ pp = 1, dp = 2, tp = 2 }", *(["train.lr=0.1"] if mesh.rank > 1 else []))
+        with pytest.raises(TrainingError) as caught:
+            run(mesh, mine, Callback())
+    return str(caught.value)
+
+
+def test_in_a_tie_no_rank_is_blamed(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(halves, str(tmp_path), ranks=4):
+        assert told.startswith("ranks disagree on train.lr\n")
+        assert "train.lr: ranks 0 1 = 0.003, ranks 2 3 = 0.1\n" in told
+        assert told.endswith("start ranks 0 1 2 3 with the same configuration")
