@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import Any, Final, NamedTuple
+from math import prod
+from typing import Any, Final, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import LayoutError, MeshcommError
 from meshcomm.layout import Layout
 from meshcomm.transfer.placement import Placement, axes_of, placements_of
@@ -213,13 +217,16 @@ def agree_on_weights(
     Raises TransferMismatch on every rank.
     """
     sides.meet("link.weights()")
-    hashes = {side: manifest.hash() for side, manifest in mine.items()}
-    records = sides.of_all([hashes, dict(settings)])
+    encoded = {side: encode(manifest.plain()) for side, manifest in mine.items()}
+    heads = {side: _Head(manifest.hash(), encoded[side].numel()) for side, manifest in mine.items()}
+    records = sides.of_all([{side: tuple(head) for side, head in heads.items()}, dict(settings)])
     problems = [
         text for name in settings for text in sides.differences(name, [record[1][name] for record in records])
     ]
     manifests = {
-        side: _manifests(sides, side, [record[0].get(side, "") for record in records], mine, problems)
+        side: _manifests(
+            sides, side, [_Head(*record[0].get(side, ("", 0))) for record in records], encoded, problems
+        )
         for side in BOTH
     }
     tensors = {side: _of_side(sides, side, manifests[side], problems) for side in BOTH}
@@ -237,7 +244,9 @@ def agree_on_source(sides: Sides, mine: Manifest) -> dict[str, tuple[torch.dtype
     ranks. Called by: every rank of the source, all of which take part. Raises TransferMismatch on every rank.
     """
     problems: list[str] = []
-    manifests = _manifests(sides, "source", sides.of_all(mine.hash()), {"source": mine}, problems)
+    encoded = encode(mine.plain())
+    heads = [_Head(*head) for head in sides.of_all((mine.hash(), encoded.numel()))]
+    manifests = _manifests(sides, "source", heads, {"source": encoded}, problems)
     tensors = _of_side(sides, "source", manifests, problems)
     if problems:
         hint = "ranks that have a tensor of the same name have parts of the same tensor"
@@ -245,24 +254,36 @@ def agree_on_source(sides: Sides, mine: Manifest) -> dict[str, tuple[torch.dtype
     return {name: (tensor.row.dtype, tensor.placement) for name, tensor in tensors.items()}
 
 
+class _Head(NamedTuple):
+    """What all ranks learn of a manifest before it is sent. nbytes: of its encoding, which may differ for equal manifests."""
+
+    hash: str
+    nbytes: int
+
+
 def _manifests(
     sides: Sides,
     side: SideName,
-    hashes: Sequence[str],
-    mine: Mapping[SideName, Manifest],
+    heads: Sequence[_Head],
+    encoded: Mapping[SideName, Tensor],
     problems: list[str],
 ) -> list[tuple[Manifest, list[int]]]:
-    """Return the different manifests of a side, and the positions of the ranks that bring each. hashes: of all ranks."""
+    """Return the different manifests of a side, and the positions of the ranks that bring each.
+
+    heads: of all ranks. encoded: this rank's manifests. Each manifest is sent as a tensor, because an object would need an answer
+    of every rank.
+    """
     manifests = []
     numbers = sides.numbers(side).tolist()
-    for key, positions in by_value([hashes[number] for number in numbers]).items():
+    for key, positions in by_value([heads[number].hash for number in numbers]).items():
         if not key:
             problems.append(f"{sides.ranks_of(side, positions)} brought no model for this side")
             continue
         giver = numbers[positions[0]]
-        plain = mine[side].plain() if giver == sides.me else None
-        plain = sides.mesh.objects.broadcast(sides.dim, plain, src=giver)
-        manifests.append((Manifest.of_plain(plain), positions))
+        mine = giver == sides.me
+        data = encoded[side] if mine else torch.empty(heads[giver].nbytes, dtype=torch.uint8)
+        data = sides.mesh.broadcast(sides.dim, data.to(sides.mesh.device), src=giver)
+        manifests.append((Manifest.of_plain(decode(data, torch.device("cpu"))), positions))
     return manifests
 
 
@@ -277,30 +298,41 @@ def _of_side(
     sides: Sides, side: SideName, manifests: Sequence[tuple[Manifest, list[int]]], problems: list[str]
 ) -> dict[str, _Tensor]:
     """Return a side's tensors by name, in the order in which its ranks have them; add what its ranks differ in to `problems`."""
+    # By name and by what is said about the tensor, the numbers of the manifests that say it.
     rows: dict[str, dict[Row, list[int]]] = {}
-    for manifest, positions in manifests:
+    for number, (manifest, _) in enumerate(manifests):
         for row in manifest.rows:
             key = row._replace(placement=repr(row.placement))
-            rows.setdefault(row.name, {}).setdefault(key, []).extend(positions)
+            rows.setdefault(row.name, {}).setdefault(key, []).append(number)
+    layout = sides.layout(side)
+    # Most tensors are on the same ranks as others.
+    places: dict[tuple[int, ...], list[_At]] = {}
+
+    def positions_of(numbers: Iterable[int]) -> list[int]:
+        return [at for number in numbers for at in manifests[number][1]]
+
     by_name = {row.name: row for manifest, _ in manifests for row in manifest.rows}
     tensors = {}
     for name, variants in rows.items():
         row = by_name[name]
         if len(variants) > 1:
-            listed = (f"{_text(by_rank)} on {sides.ranks_of(side, at)}" for by_rank, at in variants.items())
+            listed = (
+                f"{_text(by_rank)} on {sides.ranks_of(side, positions_of(numbers))}"
+                for by_rank, numbers in variants.items()
+            )
             problems.append(f"{name} differs among the ranks of the {side}: {'; '.join(listed)}")
             continue
         if row.problem:
             problems.append(f"{name} of the {side}: {row.problem}")
             continue
-        (positions,) = variants.values()
+        numbers = tuple(*variants.values())
+        if numbers not in places:
+            places[numbers] = _places_of(layout, positions_of(numbers))
         placement = Placement.of_facts(row.placement)
-        layout = sides.layout(side)
-        at = _held_at(layout, positions, placement)
+        at = _held_at(layout, places[numbers], placement)
         if at is None:
-            problems.append(
-                f"{name} has gaps: {sides.ranks_of(side, positions)} have it, and no dims tell which parts are missing"
-            )
+            ranks = sides.ranks_of(side, positions_of(numbers))
+            problems.append(f"{name} has gaps: {ranks} have it, and no dims tell which parts are missing")
             continue
         tensors[name] = _Tensor(row, Placement(placement.axes, at))
     for what, differing in (
@@ -310,7 +342,7 @@ def _of_side(
     ):
         if len(differing) > 1:
             listed = (
-                f"{value!r} on {sides.ranks_of(side, [at for n in numbers for at in manifests[n][1]])}"
+                f"{value!r} on {sides.ranks_of(side, positions_of(numbers))}"
                 for value, numbers in differing.items()
             )
             problems.append(f"{what}= differs among the ranks of the {side}: {', '.join(listed)}")
@@ -322,30 +354,35 @@ def _text(row: Row) -> str:
     return f"{row.dtype}, {row.placement}{tied}{row.problem and ', ' + row.problem}"
 
 
-def _held_at(
-    layout: Layout, positions: Sequence[int], placement: Placement
-) -> tuple[tuple[str, tuple[int, ...]], ...] | None:
-    """Return the coords at which the ranks at `positions` hold a tensor, by dim. None if they are not all ranks at some coords,
-    or if these are coords along dims that split the tensor: then parts are missing.
-    """
+_At: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""The coords of some ranks, by dim; along all other dims, they are the ranks at all coords."""
+
+
+def _places_of(layout: Layout, positions: Sequence[int]) -> list[_At]:
+    """Return the coords that the ranks at `positions`, and no others, have: in each factorization of the mesh in which there are any."""
     if len(positions) == layout.world_size:
-        return ()
-    split = {split.dim for split in placement.splits}
+        return [()]
+    places = []
     for sizes in (layout.dims, *layout.views.values()):
-        at = []
-        for dim, size in sizes.items():
-            coords = sorted({int(layout.digits(dim).coord(position)) for position in positions})
-            if len(coords) < size:
-                at.append((dim, tuple(coords)))
-        count = layout.world_size
-        for dim, held in at:
-            count = count // sizes[dim] * len(held)
-        if count == len(positions) and not any(dim in split for dim, _ in at):
+        coords = {dim: np.unique(layout.digits(dim).coord(np.array(positions))) for dim in sizes}
+        if prod(map(len, coords.values())) == len(positions):
+            some = {dim: held for dim, held in coords.items() if len(held) < sizes[dim]}
+            places.append(tuple((dim, tuple(held.tolist())) for dim, held in some.items()))
+    return places
+
+
+def _held_at(layout: Layout, places: Sequence[_At], placement: Placement) -> _At | None:
+    """Return at which of these coords ranks hold a tensor. None if they are along dims that split it: then parts are missing."""
+    split = {split.dim for split in placement.splits}
+    for at in places:
+        if not at:
+            return at
+        if not any(dim in split for dim, _ in at):
             try:
                 layout.home((*placement.dims, *(dim for dim, _ in at)))
             except LayoutError:
                 continue
-            return tuple(at)
+            return at
     return None
 
 

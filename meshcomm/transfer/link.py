@@ -8,7 +8,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -107,12 +106,8 @@ def link(
         from meshcomm.transfer.meeting import meet
 
         meeting = meet(side, mesh, name, store, limit_s, secret=secret)
-        layouts = meeting.source.layout, meeting.target.layout
-        numbers = [
-            np.array([meeting.link_rank(of, int(rank)) for rank in layout.ranks.flat])
-            for of, layout in zip(BOTH, layouts, strict=True)
-        ]
-        return Sides(meeting.mesh, Ends(*layouts, numbers[0], numbers[1]), source, target)
+        ends = Ends(meeting.source.layout, meeting.target.layout, *map(meeting.link_ranks, BOTH))
+        return Sides(meeting.mesh, ends, source, target)
 
     return Link(reopen(), stripes, bucket_bytes, reopen)
 

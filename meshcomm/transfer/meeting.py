@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,7 +30,7 @@ from meshcomm.errors import (
     StoreError,
     TransferTimeout,
 )
-from meshcomm.layout import Layout
+from meshcomm.layout import Layout, Ranks
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.across import across, refuse_simulated
@@ -92,10 +93,11 @@ class Meeting:
     def __getitem__(self, side: SideName) -> Side:
         return self.source if side == "source" else self.target
 
-    def link_rank(self, side: SideName, rank: int) -> int:
-        """Return the rank in the link of `rank` of a side, in the numbering of the side's own job."""
-        place = self[side].ranks.index(rank)
-        return place if side == "source" else len(self.source.ranks) + place
+    def link_ranks(self, side: SideName) -> Ranks:
+        """Return the rank in the link of each rank of a side, by its position in the side's layout."""
+        ranks = self[side].layout.ranks.flatten()
+        before = 0 if side == "source" else self.source.layout.world_size
+        return before + np.searchsorted(np.sort(ranks), ranks)
 
     def place(self, link_rank: int) -> tuple[SideName, int]:
         """Return the side of a rank of the link, and its rank in the numbering of the side's own job."""

@@ -46,7 +46,9 @@ def met(place: Place, port: int, first: SideName) -> None:
             assert meeting.source.layout == Layout(SOURCE["dims"], merge=SOURCE["merge"])
             assert meeting.target.layout == Layout(TARGET["dims"], rank_order=TARGET["rank_order"])
             assert meeting.target.ranks == [0, 1] and meeting["source"].torch == torch.__version__
-            assert [meeting.link_rank(*meeting.place(rank)) for rank in range(4)] == [0, 1, 2, 3]
+            assert [meeting.place(rank) for of in SIDES for rank in meeting.link_ranks(of)] == [
+                (of, rank) for of in SIDES for rank in meeting[of].layout.ranks.flat
+            ]
             assert meeting.place(meeting.mesh.rank) == (side, own.rank)
             adds_up(meeting, 4)
             assert own.all_reduce(next(iter(own.dims)), torch.ones(1)).item() == 2.0
