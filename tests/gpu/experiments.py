@@ -79,6 +79,10 @@ EXPERIMENTS = (
         "families", "11: families of transformers, compared with one process on CPU", "families", 4, 120
     ),
     Experiment("watched", "12: calls of torch's groups are compared", "watched", 4, 60),
+    Experiment(
+        "transfers", "13: tensors and weights between two meshes, cast and staged", "transfers", 4, 90
+    ),
+    Experiment("transfer_killed", "13: a rank of the target is killed", "transfer_killed", 4, 60),
     Experiment("collectives_8", "1: every collective, created and permuted groups", "collectives", 8, 120),
 )
 # The others run on a CPU with the emulated backend.
