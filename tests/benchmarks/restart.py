@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -20,7 +21,7 @@ def main() -> None:
     for _ in range(parser.parse_args().rounds):
         with tempfile.TemporaryDirectory() as folder:
             rounds.append(lives(Path(folder))[0])
-    columns = {
+    columns: dict[str, Callable[[str], str]] = {
         "two trainers, two generators": str,
         "median": lambda step: seconds_text(median(steps[step] for steps in rounds)),
         "longest": lambda step: seconds_text(max(steps[step] for steps in rounds)),
