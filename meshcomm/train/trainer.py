@@ -321,8 +321,11 @@ class Trainer:
             try:
                 return self._recovering(partial(self._run, data, attempt or Attempt(), lease))
             finally:
-                if self._read is not None:
-                    self._read.close()
+                self._end_reading()
+
+    def _end_reading(self) -> None:
+        if self._read is not None:
+            self._read.close()
 
     def _run(self, data: Data | None, attempt: Attempt, lease: Lease) -> Summary:
         source = self._corpus() if data is None else data

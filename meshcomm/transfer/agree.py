@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
+from math import prod
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import LayoutError, MeshcommError
 from meshcomm.layout import Layout
 from meshcomm.transfer.placement import Placement, axes_of, placements_of
@@ -184,7 +188,9 @@ def agree_on_weights(
     each side. settings: equal on all ranks. Raises TransferMismatch on every rank.
     """
     sides.meet("link.weights()")
-    records = sides.of_all([{side: _hash(rows) for side, rows in mine.items()}, [*options], dict(settings)])
+    encoded = {side: encode([[*row] for row in rows]) for side, rows in mine.items()}
+    heads = {side: tuple(head_of(rows, encoded[side])) for side, rows in mine.items()}
+    records = sides.of_all([heads, [*options], dict(settings)])
     problems = [
         text for name in settings for text in sides.differences(name, [record[2][name] for record in records])
     ]
@@ -199,7 +205,7 @@ def agree_on_weights(
         for name in ("only", "skip", "cast") if side == "source" else ("only", "skip"):
             problems += sides.differences(f"{name}=", [getattr(each, name) for each in given], side)
         chosen[side] = given[0]
-        rows[side] = _received(sides, side, [record[0][side] for record in of_side], mine)
+        rows[side] = _received(sides, side, [_Head(*record[0][side]) for record in of_side], encoded)
     cast = chosen["source"].cast
     if cast is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
         problems.append(f"cast={cast!r} of the source, which is no dtype of floating-point numbers")
@@ -218,7 +224,9 @@ def agree_on_source(sides: Sides, mine: Sequence[Row]) -> dict[str, tuple[torch.
     ranks. Called by: every rank of the source, all of which take part. Raises TransferMismatch on every rank.
     """
     problems: list[str] = []
-    rows = _received(sides, "source", sides.of_all(_hash(mine)), {"source": mine})
+    encoded = encode([[*row] for row in mine])
+    heads = [_Head(*head) for head in sides.of_all(tuple(head_of(mine, encoded)))]
+    rows = _received(sides, "source", heads, {"source": encoded})
     tensors = _of_side(sides, "source", rows, problems)
     if problems:
         hint = "ranks that have a tensor of the same name have parts of the same tensor"
@@ -226,8 +234,16 @@ def agree_on_source(sides: Sides, mine: Sequence[Row]) -> dict[str, tuple[torch.
     return {name: (tensor.row.dtype, tensor.placement) for name, tensor in tensors.items()}
 
 
-def _hash(rows: Sequence[Row]) -> str:
-    return hashlib.sha256(repr(rows).encode()).hexdigest()
+class _Head(NamedTuple):
+    """What all ranks learn of a rank's rows before these are sent. nbytes: of their encoding, which may differ for equal rows."""
+
+    hash: str
+    nbytes: int
+
+
+def head_of(rows: Sequence[Row], encoded: Tensor) -> _Head:
+    """Return what all ranks learn of the rows that a rank brings."""
+    return _Head(hashlib.sha256(repr(rows).encode()).hexdigest(), encoded.numel())
 
 
 # The rows of some ranks of a side, and their positions.
@@ -235,15 +251,20 @@ _Shared: TypeAlias = tuple[list[Row], list[int]]
 
 
 def _received(
-    sides: Sides, side: SideName, hashes: Sequence[str], mine: Mapping[SideName, Sequence[Row]]
+    sides: Sides, side: SideName, heads: Sequence[_Head], encoded: Mapping[SideName, Tensor]
 ) -> list[_Shared]:
-    """Return the different rows of a side, and the positions of the ranks that bring them. hashes: by position."""
+    """Return the different rows of a side, and the positions of the ranks that bring them.
+
+    heads: by position. encoded: this rank's rows. They are sent as tensors, because an object would need an answer of every rank.
+    """
     received = []
-    for positions in by_value(hashes).values():
-        giver = sides.numbers(side)[positions[0]]
-        plain = [[*row] for row in mine[side]] if giver == sides.me else None
-        plain = sides.mesh.objects.broadcast(sides.dim, plain, src=int(giver))
-        received.append(([Row(*row) for row in plain], positions))
+    numbers = sides.numbers(side).tolist()
+    for positions in by_value([head.hash for head in heads]).values():
+        giver = numbers[positions[0]]
+        mine = giver == sides.me
+        data = encoded[side] if mine else torch.empty(heads[positions[0]].nbytes, dtype=torch.uint8)
+        data = sides.mesh.broadcast(sides.dim, data.to(sides.mesh.device), src=giver)
+        received.append(([Row(*row) for row in decode(data, torch.device("cpu"))], positions))
     return received
 
 
@@ -258,30 +279,41 @@ def _of_side(
     sides: Sides, side: SideName, received: Sequence[_Shared], problems: list[str]
 ) -> dict[str, _Tensor]:
     """Return a side's tensors by name, in the order in which its ranks have them; add what its ranks differ in to `problems`."""
+    # By name and by what is said about the tensor, the numbers of the manifests that say it.
     rows: dict[str, dict[Row, list[int]]] = {}
-    for of_ranks, positions in received:
+    for number, (of_ranks, _) in enumerate(received):
         for row in of_ranks:
             key = row._replace(placement=repr(row.placement))
-            rows.setdefault(row.name, {}).setdefault(key, []).extend(positions)
+            rows.setdefault(row.name, {}).setdefault(key, []).append(number)
+    layout = sides.layout(side)
+    # Most tensors are on the same ranks as others.
+    places: dict[tuple[int, ...], list[_At]] = {}
+
+    def positions_of(numbers: Iterable[int]) -> list[int]:
+        return [at for number in numbers for at in received[number][1]]
+
     by_name = {row.name: row for of_ranks, _ in received for row in of_ranks}
     tensors = {}
     for name, variants in rows.items():
         row = by_name[name]
         if len(variants) > 1:
-            listed = (f"{_text(by_rank)} on {sides.ranks_of(side, at)}" for by_rank, at in variants.items())
+            listed = (
+                f"{_text(by_rank)} on {sides.ranks_of(side, positions_of(numbers))}"
+                for by_rank, numbers in variants.items()
+            )
             problems.append(f"{name} differs among the ranks of the {side}: {'; '.join(listed)}")
             continue
         if row.problem:
             problems.append(f"{name} of the {side}: {row.problem}")
             continue
-        (positions,) = variants.values()
+        numbers = tuple(*variants.values())
+        if numbers not in places:
+            places[numbers] = _places_of(layout, positions_of(numbers))
         placement = Placement.of_facts(row.placement)
-        layout = sides.layout(side)
-        at = _held_at(layout, positions, placement)
+        at = _held_at(layout, places[numbers], placement)
         if at is None:
-            problems.append(
-                f"{name} has gaps: {sides.ranks_of(side, positions)} have it, and no dims tell which parts are missing"
-            )
+            ranks = sides.ranks_of(side, positions_of(numbers))
+            problems.append(f"{name} has gaps: {ranks} have it, and no dims tell which parts are missing")
             continue
         tensors[name] = _Tensor(row, Placement(placement.axes, at))
     return tensors
@@ -292,30 +324,35 @@ def _text(row: Row) -> str:
     return f"{row.dtype}, {row.placement}{tied}{row.problem and ', ' + row.problem}"
 
 
-def _held_at(
-    layout: Layout, positions: Sequence[int], placement: Placement
-) -> tuple[tuple[str, tuple[int, ...]], ...] | None:
-    """Return the coords at which the ranks at `positions` hold a tensor, by dim. None if they are not all ranks at some coords,
-    or if these are coords along dims that split the tensor: then parts are missing.
-    """
+_At: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""The coords of some ranks, by dim; along all other dims, they are the ranks at all coords."""
+
+
+def _places_of(layout: Layout, positions: Sequence[int]) -> list[_At]:
+    """Return the coords that the ranks at `positions`, and no others, have: in each factorization of the mesh in which there are any."""
     if len(positions) == layout.world_size:
-        return ()
-    split = {split.dim for split in placement.splits}
+        return [()]
+    places = []
     for sizes in (layout.dims, *layout.views.values()):
-        at = []
-        for dim, size in sizes.items():
-            coords = sorted({int(layout.digits(dim).coord(position)) for position in positions})
-            if len(coords) < size:
-                at.append((dim, tuple(coords)))
-        count = layout.world_size
-        for dim, held in at:
-            count = count // sizes[dim] * len(held)
-        if count == len(positions) and not any(dim in split for dim, _ in at):
+        coords = {dim: np.unique(layout.digits(dim).coord(np.array(positions))) for dim in sizes}
+        if prod(map(len, coords.values())) == len(positions):
+            some = {dim: held for dim, held in coords.items() if len(held) < sizes[dim]}
+            places.append(tuple((dim, tuple(held.tolist())) for dim, held in some.items()))
+    return places
+
+
+def _held_at(layout: Layout, places: Sequence[_At], placement: Placement) -> _At | None:
+    """Return at which of these coords ranks hold a tensor. None if they are along dims that split it: then parts are missing."""
+    split = {split.dim for split in placement.splits}
+    for at in places:
+        if not at:
+            return at
+        if not any(dim in split for dim, _ in at):
             try:
                 layout.home((*placement.dims, *(dim for dim, _ in at)))
             except LayoutError:
                 continue
-            return tuple(at)
+            return at
     return None
 
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from threading import RLock
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, final
 
@@ -135,6 +135,10 @@ class Sides:
                     self.mesh._state.close(compare=False)
                 raise
 
+    @cached_property
+    def _positions(self) -> dict[SideName, dict[int, int]]:
+        return {side: {number: at for at, number in enumerate(self.numbers(side).tolist())} for side in BOTH}
+
     @property
     def me(self) -> int:
         """This rank's coord along the dim."""
@@ -154,8 +158,7 @@ class Sides:
 
     def position(self, side: SideName, number: int | None = None) -> int | None:
         """Return the position in a side's layout of a coord along `link`, by default this rank's; None if it is not on it."""
-        found = np.flatnonzero(self.numbers(side) == (self.me if number is None else number))
-        return int(found[0]) if len(found) else None
+        return self._positions[side].get(self.me if number is None else number)
 
     def label(self, number: int) -> str:
         """Return a rank by its coord along `link` as text, such as `rank 2 of the target (copy=1 tp=0)`."""

@@ -98,8 +98,11 @@ class Push:
         self._raised = False
         self._done = False
         self._thread: threading.Thread | None = None
+        self._stream: torch.Stream | None = None
         if not lazy:
-            run = copy_context().run
+            run, device = copy_context().run, weights._sides.mesh.device
+            # On a GPU, the thread works on this one's stream: what has been queued there comes before the messages.
+            self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
             self._thread = threading.Thread(
                 target=run, args=(self._carry_quietly,), name="meshcomm-push", daemon=True
             )
@@ -109,6 +112,8 @@ class Push:
     def carry(self) -> int:
         """Carry the push out; return its version, or raise its error."""
         try:
+            if self._stream is not None:
+                torch.accelerator.set_stream(self._stream)
             return self._weights._carry(self)
         except BaseException as error:
             self._error = error
@@ -428,6 +433,7 @@ class Weights:
                 if (cause := self._decisions.write()) is not None:
                     raise self._failure(cause, version)
                 self._tear(f"version {version} was interrupted")
+                _finish(self._sides.mesh.device)
         run = self._run
         if self._copied:
             run = Run(self._schedule, self._copied, self._spare or self._targets)
@@ -466,8 +472,10 @@ class Weights:
                 raise self._failure(cause, version)
             # An exception from here on leaves no mixture that can be read.
             self._tear(f"version {version} was interrupted when it was put into use")
+            _finish(self._sides.mesh.device)
             for number, room in self._spare.items():
                 _copy(room, self._targets[number])
+            _finish(self._sides.mesh.device)
             self.version = version
             if self._on_commit is None:
                 return None
@@ -554,6 +562,12 @@ def _overlaps_named(
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for what readers and writers have queued on a GPU, each on a stream of its own."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _copy(room: Room, into: Room) -> None:

@@ -9,8 +9,7 @@ from types import CodeType
 from typing import Any, Final, NamedTuple, final
 from zlib import crc32
 
-from meshcomm.layout.sizes import rank_text, ranks_text
-from meshcomm.show.units import count
+from meshcomm.layout.sizes import count, rank_text, ranks_text
 from meshcomm.watching.callsite import line_of
 from meshcomm.watching.counters import Entry
 from meshcomm.watching.verdict import SAME, alike, majority

@@ -79,6 +79,10 @@ EXPERIMENTS = (
         "families", "11: families of transformers, compared with one process on CPU", "families", 4, 120
     ),
     Experiment("watched", "12: calls of torch's groups are compared", "watched", 4, 60),
+    Experiment(
+        "transfers", "13: tensors and weights between two meshes, cast and staged", "transfers", 4, 90
+    ),
+    Experiment("transfer_killed", "13: a rank of the target is killed", "transfer_killed", 4, 60, "killed"),
     Experiment("collectives_8", "1: every collective, created and permuted groups", "collectives", 8, 120),
 )
 # The others run on a CPU with the emulated backend.
@@ -161,7 +165,7 @@ def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 
     stdout, stderr = (file.read_text(errors="replace") for file in files)
     for file in sorted(folder.glob("*.jsonl"), key=lambda file: int(file.stem)):
         outcome.cases += [json.loads(line) for line in file.read_text().splitlines()]
-    if experiment.program == "fault":
+    if experiment.program in ("fault", "transfer_killed"):
         right = _judge_fault(experiment.fault, stdout, stderr, began, outcome)
     elif experiment.program == "train":
         right = outcome.code == 0 and _speed(folder, outcome)

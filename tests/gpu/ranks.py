@@ -35,6 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshcomm
@@ -52,6 +53,7 @@ from meshcomm.train.cost import known_peak
 from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
 from meshcomm.train.parity import record, reference
+from meshcomm.transfer.link import Link
 from meshcomm.transport.process_group import ProcessGroupTransport
 from meshcomm.transport.torch_private import bindings, unfinished_collectives
 from tests.benchmarks.plain import Plain
@@ -646,6 +648,122 @@ def watched() -> None:
             time.sleep(5)
             dist.all_reduce(torch.ones(4, device=DEVICE))
         watch.close()
+
+
+@contextmanager
+def linked() -> Iterator[tuple[Mesh, Mesh, Link]]:
+    """A link from the first two ranks to the last two; tensors in the block are created on its device."""
+    keys = {"backend": BACKEND, "device": DEVICE, "timeout_s": 30, "validate_calls": COMPARED}
+    source = meshcomm.init(dims={"fsdp": 2}, ranks=[0, 1], **keys)
+    target = meshcomm.init(dims={"tp": 2}, ranks=[2, 3], **keys)
+    link = meshcomm.link(source, target, bucket_bytes=1 << 16)
+    torch.set_default_device(link.mesh.device)
+    try:
+        yield source, target, link
+        finish()
+        for mesh in (link, target, source):
+            mesh.close()
+    finally:
+        torch.set_default_device(None)
+
+
+def whole_of(version: int) -> dict[str, Tensor]:
+    """The tensors of a version, on the host."""
+    draw = torch.Generator("cpu").manual_seed(version)
+    shapes = {"large": (511, 257), "small": (7, 6), "scalar": ()}
+    return {name: torch.randn(shape, generator=draw, device="cpu") for name, shape in shapes.items()}
+
+
+def models_of(source: Mesh, target: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of no version, split along the first axis on the source and along the last on the target."""
+    mesh, axis = (source["fsdp"], 0) if source.is_member else (target["tp"], -1)
+    blank = {name: torch.full(x.shape, torch.nan, dtype=dtype) for name, x in whole_of(0).items()}
+    return {
+        name: distribute_tensor(x, mesh, [Shard(axis % x.ndim)], src_data_rank=None) if x.ndim else x
+        for name, x in blank.items()
+    }
+
+
+def own_parts(model: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in model.items()}
+
+
+def parts_at(mesh: Mesh, dim: str, axis: int, version: int) -> dict[str, Tensor]:
+    """This rank's parts of a version, on the host."""
+    return {
+        name: x.chunk(mesh.size(dim), axis)[mesh.coord(dim)] if x.ndim else x
+        for name, x in whole_of(version).items()
+    }
+
+
+def transfers() -> None:
+    """Tensors and versions of weights between two meshes, with late producers and streams of their own."""
+    side = torch.cuda.Stream() if ON_GPU else None
+    with linked() as (source, target, link):
+        for late in (False, True) if ON_GPU else (False,):
+            with (
+                case(f"link.transfer, {'late producer on a stream of its own' if late else 'one stream'}"),
+                torch.cuda.stream(side) if late else nullcontext(),
+            ):
+                for turn in range(20):
+                    x = out = None
+                    if source.is_member:
+                        part = parts_at(source, "fsdp", 0, turn)["large"].to(link.mesh.device)
+                        if late:
+                            torch.cuda._sleep(20_000_000)
+                        x = (part * 2).T.contiguous().T
+                    else:
+                        out = torch.full((511, 129 - target.coord("tp")), torch.nan)
+                    link.transfer(x, out, "n/fsdp k -> n k/tp")
+                    del x
+                    spoiled = torch.full((256, 257), -1.0)
+                    if out is not None:
+                        expected = 2 * parts_at(target, "tp", -1, turn)["large"]
+                        assert torch.equal(out.cpu(), expected), f"turn {turn}"
+                    del spoiled
+        for staging, snapshot in product(("whole", "buckets"), (False, True)):
+            with case(f"weights, {staging}{', snapshot' * snapshot}, cast to bfloat16"):
+                dtype = torch.float32 if source.is_member else torch.bfloat16
+                model = models_of(source, target, dtype)
+                cast = torch.bfloat16 if source.is_member else None
+                weights = link.weights(model, cast=cast, staging=staging)
+                weights._lazy = not ON_GPU  # the emulation orders the operators of one thread
+                for version in range(1, 6):
+                    with torch.cuda.stream(side) if side is not None else nullcontext():
+                        if source.is_member:
+                            parts = parts_at(source, "fsdp", 0, version)
+                            if side is not None:
+                                torch.cuda._sleep(20_000_000)
+                            for name, part in own_parts(model).items():
+                                part.copy_(parts[name], non_blocking=True)
+                            push = weights.push(version, snapshot=snapshot)
+                            if snapshot:
+                                for part in own_parts(model).values():
+                                    part.fill_(torch.nan)
+                            push.wait()
+                            continue
+                    assert weights.pull() == version
+                    reader = torch.cuda.Stream() if ON_GPU else None
+                    with (
+                        weights.reading(),
+                        torch.cuda.stream(reader) if reader is not None else nullcontext(),
+                    ):
+                        read = {name: part.clone() for name, part in own_parts(model).items()}
+                    finish()
+                    for name, part in parts_at(target, "tp", -1, version).items():
+                        assert torch.equal(read[name].cpu(), part.bfloat16()), f"{name}, version {version}"
+
+
+def transfer_killed() -> None:
+    """A generator dies before the second version. As with every call on NCCL, the job ends, and its launcher names the rank."""
+    with linked() as (source, target, link):
+        weights = link.weights(models_of(source, target, torch.float32))
+        weights._lazy = not ON_GPU
+        weights.push(1).wait() if source.is_member else weights.pull()
+        if RANK == 3:
+            print(f"fault at {time.time()}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        weights.push(2).wait() if source.is_member else weights.pull()
 
 
 def gloo() -> None:
