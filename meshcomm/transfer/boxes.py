@@ -6,7 +6,7 @@ Some ranks may be lost, others may have copies of their boxes, and boxes of seve
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise, product
 from typing import TypeAlias, final
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from meshcomm.transfer.placement import Ints
-from meshcomm.transfer.plan import BUCKET_BYTES, Pieces, Slice, assigned, packed
+from meshcomm.transfer.plan import BUCKET_BYTES, Loaded, Pieces, Slice, assigned, packed
 
 # The name, dtype and full shape of a tensor.
 Key: TypeAlias = tuple[str, torch.dtype, tuple[int, ...]]
@@ -63,6 +63,7 @@ class BoxPlan:
     """
 
     def __init__(self, sources: Sequence[Spans], targets: Sequence[Spans]) -> None:
+        self._size = len(sources)
         self.keys = [*dict.fromkeys(key for spans in targets for key in spans)]
         self.itemsizes = [dtype.itemsize for _, dtype, _ in self.keys]
         pieces = {key: box_pieces(_of_key(sources, key), _of_key(targets, key)) for key in self.keys}
@@ -71,7 +72,8 @@ class BoxPlan:
 
     def rounds(self) -> list[list[Slice]]:
         """Return what is sent at once, in order."""
-        return packed([*map(_chunked, self._pieces, self.itemsizes)], BUCKET_BYTES)
+        size = self._size
+        return packed(map(partial(_chunked, size), self._pieces, self.itemsizes), size, BUCKET_BYTES)
 
     def own(self, part: Slice, position: int, sends: bool) -> Pieces:
         """Return the pieces of a slice's tensor that a rank sends, or receives."""
@@ -79,20 +81,22 @@ class BoxPlan:
         return every.of((every.source if sends else every.target) == position)
 
 
-def _chunked(every: Pieces, itemsize: int) -> tuple[int, int]:
-    """Return in how many chunks the pieces of a tensor are sent, and the most bytes of one that a rank sends or receives."""
+def _chunked(size: int, every: Pieces, itemsize: int) -> tuple[int, Loaded]:
+    """Return in how many chunks the pieces of a tensor are sent between `size` ranks, and what each rank sends and receives."""
     lengths = (every.end - every.begin).max(axis=1, initial=1)
     rows = every.elements // lengths
 
-    def most(chunks: int) -> int:
+    def loads(chunks: int) -> Ints:
         sizes = rows * -(-lengths // chunks) * itemsize
-        return int(max(np.bincount(ranks, sizes).max(initial=0) for ranks in every[:2]))
+        sent, received = (np.bincount(ranks, sizes, size) for ranks in every[:2])
+        return np.append(sent, received).astype(np.int64)
 
-    chunks = max(1, -(-most(1) // BUCKET_BYTES))
+    chunks = max(1, -(-int(loads(1).max(initial=0)) // BUCKET_BYTES))
     # Chunks of a piece differ by one row. A row is not divided.
-    while most(chunks) > BUCKET_BYTES and chunks < lengths.max():
+    while loads(chunks).max(initial=0) > BUCKET_BYTES and chunks < lengths.max():
         chunks += -(-chunks // 8)
-    return chunks, most(chunks)
+    places = np.flatnonzero(most := loads(chunks))
+    return chunks, (places, most[places])
 
 
 def _of_key(ranks: Sequence[Spans], key: Key) -> tuple[tuple[int, Span], ...]:

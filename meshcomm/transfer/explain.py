@@ -301,6 +301,8 @@ def _buffers(plan: Plan) -> Facts:
         nbytes = sum(
             plan.legs[part.entry][part.leg].most(plan.itemsizes[part.entry], part.chunks) for part in parts
         )
+        # Entries of different ranks are sent at once.
+        nbytes = min(nbytes, plan.bucket_bytes) if len(parts) > 1 else nbytes
         source, target = max(source, nbytes * (parts[0].leg == 0)), max(target, nbytes * (parts[0].leg > 0))
     return {"source": 2 * source, "target": 2 * max(source, target) + 2 * target}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, groupby, pairwise, product, zip_longest
@@ -336,15 +336,25 @@ class Leg:
         return (elements if chunks == 1 else min(elements, -(-elements // chunks) + rows)) * itemsize
 
     @cached_property
+    def loaded(self) -> Loaded:
+        """How many elements each rank sends and receives."""
+        loads = Loads(self.ends.size)
+        loads.add(self, 1)
+        elements = np.append(loads.sent, loads.received).astype(np.int64)
+        places = np.flatnonzero(elements)
+        return places, elements[places]
+
+    @cached_property
     def _sizes(self) -> tuple[int, int, int]:
         """The most elements that a rank sends or receives, the most in one row of each of its pieces, and the longest piece.
 
         A row is what lies at one index of a piece's longest axis.
         """
-        elements, rows = Loads(self.ends.size), Loads(self.ends.size)
-        elements.add(self, 1)
+        rows = Loads(self.ends.size)
         rows.add(self, 1, rows=True)
-        most = [int(max(loads.sent.max(), loads.received.max())) for loads in (elements, rows)]
+        most = [
+            int(elements.max(initial=0)) for elements in (self.loaded[1], np.append(rows.sent, rows.received))
+        ]
         length = max((int((pairs.end - pairs.begin).max(initial=1)) for pairs in self.pairs()), default=1)
         return most[0], most[1], length
 
@@ -377,18 +387,27 @@ class Slice(NamedTuple):
     chunks: int
 
 
-def packed(sizes: Sequence[tuple[int, int]], bucket_bytes: int) -> list[list[Slice]]:
-    """Divide entries into rounds that fill a bucket. sizes: the number of chunks and the bytes in a bucket of each entry."""
+# The places of ranks that send or receive a tensor, and how much: a rank sends at its number, and receives at `size` and its number.
+Loaded: TypeAlias = tuple[Ints, Ints]
+
+
+def packed(entries: Iterable[tuple[int, Loaded]], size: int, bucket_bytes: int) -> list[list[Slice]]:
+    """Divide entries into rounds in which no rank sends or receives more than a bucket, if it can be.
+
+    entries: the number of chunks of each, and the bytes of an entry that is not divided. size: the number of ranks.
+    """
     rounds: list[list[Slice]] = []
-    full = used = bucket_bytes + 1
-    for number, (chunks, most) in enumerate(sizes):
-        parts = [Slice(number, 0, chunk, chunks) for chunk in range(chunks)]
-        if chunks == 1 and used + most <= bucket_bytes:
-            rounds[-1] += parts
-            used += most
-        else:
-            rounds += [[part] for part in parts]
-            used = most if chunks == 1 else full
+    used: Ints | None = None
+    for number, (chunks, (places, nbytes)) in enumerate(entries):
+        if chunks > 1:
+            rounds += [[Slice(number, 0, chunk, chunks)] for chunk in range(chunks)]
+            used = None
+            continue
+        if used is None or (used[places] + nbytes > bucket_bytes).any():
+            rounds.append([])
+            used = np.zeros(2 * size, dtype=np.int64)
+        rounds[-1].append(Slice(number, 0, 0, 1))
+        used[places] += nbytes
     return rounds
 
 
@@ -471,8 +490,13 @@ class Plan:
         kinds, sizes = [*zip(self.legs, self.itemsizes, strict=True)], {}
         for legs, itemsize in {*kinds}:
             chunks = max(leg.chunks(itemsize, self.bucket_bytes) for leg in legs)
-            sizes[legs, itemsize] = chunks, max(leg.most(itemsize, chunks) for leg in legs)
-        firsts = packed([sizes[kind] for kind in kinds], self.bucket_bytes)
+            # Legs of an entry that is not divided are sent one after another.
+            most = np.zeros(2 * self.ends.size, dtype=np.int64)
+            for places, elements in (leg.loaded for leg in legs if chunks == 1):
+                most[places] = np.maximum(most[places], elements * itemsize)
+            places = np.flatnonzero(most)
+            sizes[legs, itemsize] = chunks, (places, most[places])
+        firsts = packed((sizes[kind] for kind in kinds), self.ends.size, self.bucket_bytes)
         batches = [[*batch] for _, batch in groupby(firsts, lambda first: first[0].entry)]
         most_legs = max(map(len, self.legs), default=1)
         rounds: list[list[Slice]] = []

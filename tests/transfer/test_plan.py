@@ -186,3 +186,22 @@ def test_loads_and_rounds_are_what_all_ranks_send(block: int, monkeypatch: pytes
             assert ((sums <= bucket) | (sums <= rows)).all(), seed
         assert counts(plan) == (messages, sent), seed
         assert arrived == {key: int(of_leg.elements.sum()) for key, of_leg in every.items()}, seed
+
+
+def test_experts_of_different_ranks_are_sent_at_once() -> None:
+    """64 experts by name, each on one of 8 ranks: a rank sends one after another, and 8 ranks send at the same time."""
+    source, target = Layout({"ep": 8}), Layout({"copy": 2, "tp": 4}, range(8, 16))
+    target_placement = Placement.read("n/tp k", (16, 8))
+    entries = [
+        Entry(
+            f"{expert}",
+            4,
+            Placement.read("n k", (16, 8), at={"ep": [expert % 8]}),
+            target_placement,
+        )
+        for expert in range(64)
+    ]
+    # Room for one expert on a sender, and for eight parts of a quarter on a receiver.
+    plan = Plan(Ends.of(source, target), entries, bucket_bytes=2 * 16 * 8 * 4)
+    rounds = [{part.entry % 8 for part in parts} for parts in plan.rounds()]
+    assert rounds == [{*range(8)}] * 8
