@@ -12,9 +12,8 @@ import typer
 
 from meshcomm.commands.app import AsJson, Operations, Overrides, command, discovered_topology, show_facts
 from meshcomm.errors import ConfigError
-from meshcomm.layout.sizes import count
 from meshcomm.show.page import Cells, Facts, Line, PagePart, View, page_view
-from meshcomm.show.units import read_bytes, seconds_text, size_text
+from meshcomm.show.units import count, read_bytes, seconds_text, size_text
 
 if TYPE_CHECKING:
     from meshcomm.commands.measure import Asked

@@ -11,8 +11,8 @@ import typer
 
 from meshcomm.commands.app import AsJson, Overrides, World, command, no_config, show_facts
 from meshcomm.errors import LaunchError
-from meshcomm.layout.sizes import count
 from meshcomm.show.page import Facts, Line
+from meshcomm.show.units import count
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -16,9 +16,8 @@ import typer
 from meshcomm.commands.app import AsJson, Overrides, World, command, show_facts
 from meshcomm.commands.scripts import First, ScriptCommand, named
 from meshcomm.errors import LaunchError
-from meshcomm.layout.sizes import count
 from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
-from meshcomm.show.units import assumed_text, bytes_text, decimal_unit, seconds_text
+from meshcomm.show.units import assumed_text, bytes_text, count, decimal_unit, seconds_text
 
 if TYPE_CHECKING:
     from meshcomm.config import Config

@@ -15,8 +15,8 @@ from meshcomm.commands.app import (
     discovered_topology,
     show_facts,
 )
-from meshcomm.layout.sizes import count
 from meshcomm.show.page import Facts, Line
+from meshcomm.show.units import count
 
 
 @command()

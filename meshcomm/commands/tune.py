@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshcomm.commands.app import AsJson, ConfigFile, Overrides, command, discovered_topology, show_facts
-from meshcomm.layout.sizes import count
 from meshcomm.show.page import Cells, Column, Facts, Line, View, page_view
-from meshcomm.show.units import assumed_text, bytes_text, seconds_text
+from meshcomm.show.units import assumed_text, bytes_text, count, seconds_text
 
 if TYPE_CHECKING:
     from meshcomm.config import Config, TopologyConfig

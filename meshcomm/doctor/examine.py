@@ -20,10 +20,10 @@ from meshcomm.doctor import host
 from meshcomm.doctor.finding import Facts, Finding
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.layout import Plan
-from meshcomm.layout.sizes import count
 from meshcomm.mesh.devices import check_backends, check_devices, choose_backend, choose_device
 from meshcomm.predict.lint import footprint
 from meshcomm.rendezvous.launcher import Launch, find_launch
+from meshcomm.show.units import count
 
 _ALONE: Final = Launch("single", 0, 1, 0, 1)
 _PACKAGES: Final = ("einops", "numpy", "pydantic", "rich", "typer")

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
-from meshcomm.layout.sizes import count, ranks_text
+from meshcomm.layout.sizes import ranks_text
+from meshcomm.show.units import count
 from meshcomm.watching.matcher import Message, Messages
 from meshcomm.watching.verdict import alike, majority
 

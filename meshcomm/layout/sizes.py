@@ -224,12 +224,3 @@ def fold(numbers: Iterable[int], most: int = 8) -> str:
         return " ".join(map(str, listed))
     head = " ".join(map(str, listed[: most // 2]))
     return f"{head} .. {listed[-1]} ({len(listed)})"
-
-
-def count(number: int, what: str) -> str:
-    """Return a number and a noun, with the noun in the plural if necessary.
-
-    >>> count(1, "rank"), count(1024, "rank")
-    ('1 rank', '1,024 ranks')
-    """
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -20,9 +20,10 @@ import numpy.typing as npt
 from meshcomm.config import TopologyConfig
 from meshcomm.config.write import check_ending, write_whole
 from meshcomm.layout import Dims, Plan
-from meshcomm.layout.sizes import coords_text, count, fold
+from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.predict.links import places_of
 from meshcomm.show.page import Facts, as_text, svg_of
+from meshcomm.show.units import count
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

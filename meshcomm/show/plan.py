@@ -12,9 +12,10 @@ from meshcomm.config import TopologyConfig
 from meshcomm.config.rules_mesh import DEFAULTS
 from meshcomm.errors import LayoutError
 from meshcomm.layout import Family, Layout, Plan
-from meshcomm.layout.sizes import coords_text, count, fold
+from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.predict.links import Level, Machine, machine, places_of, slowest_level, span
 from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
+from meshcomm.show.units import count
 
 
 def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Facts:

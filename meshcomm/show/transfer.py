@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshcomm.layout.sizes import coords_text, count
+from meshcomm.layout.sizes import coords_text
 from meshcomm.show.page import Cells, Line, PagePart, View, page_view
-from meshcomm.show.units import bytes_text, seconds_text, size_text
+from meshcomm.show.units import bytes_text, count, seconds_text, size_text
 
 Facts = Mapping[str, Any]
 

@@ -41,6 +41,15 @@ def size_text(number: int) -> str:
     return bytes_text(number)
 
 
+def count(number: int, what: str) -> str:
+    """Return a number and a noun, with the noun in the plural if necessary.
+
+    >>> count(1, "rank"), count(1024, "rank")
+    ('1 rank', '1,024 ranks')
+    """
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def seconds_text(seconds: float) -> str:
     """Return a duration as text in seconds, or in milliseconds or microseconds if it is shorter.
 

@@ -8,7 +8,8 @@ from operator import attrgetter
 from typing import Any, Final
 
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
-from meshcomm.layout.sizes import count, ranks_text
+from meshcomm.layout.sizes import ranks_text
+from meshcomm.show.units import count
 from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.transport import SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState, StoreWait

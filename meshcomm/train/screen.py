@@ -12,11 +12,11 @@ from rich.panel import Panel
 from rich.table import Table
 
 from meshcomm.errors import RankLost
-from meshcomm.layout.sizes import count, ranks_text
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.all_ranks import is_first
 from meshcomm.show.page import page_view
 from meshcomm.show.stats import stats_page
-from meshcomm.show.units import bytes_text
+from meshcomm.show.units import bytes_text, count
 from meshcomm.train.callbacks import Callback, Evaluation, Resumed, Start, Step, Summary
 
 _QUIET_S = 30.0

@@ -105,7 +105,7 @@ class Placement:
         Raises PatternError for a text that is not a placement, and ShapeError if shape and sizes do not determine it.
 
         >>> Placement.read("n/tp/fsdp k", (8, 3)).splits
-        (Split(dim='tp', distinct=0), Split(dim='fsdp', distinct=0))
+        (Split(dim='tp', distinct=0, inner=False), Split(dim='fsdp', distinct=0, inner=False))
         """
         axes = _sized(text, axes_of(text), shape, dict(sizes or {}))
         return cls(axes, tuple((dim, tuple(coords)) for dim, coords in (at or {}).items()))

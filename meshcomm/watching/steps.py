@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any, Final, NamedTuple, final
 from zlib import crc32
 
-from meshcomm.layout.sizes import count, rank_text, ranks_text
+from meshcomm.layout.sizes import rank_text, ranks_text
 from meshcomm.watching.callsite import line_of
 from meshcomm.watching.counters import Entry
 from meshcomm.watching.verdict import SAME, alike, majority
@@ -165,9 +165,7 @@ def _difference(
         expected = f"as {ranks_text(usual)}: step {number}, which ended at {model.ended_at}"
     else:
         more = first.calls - model.calls if len(mismatched) == 1 else 0
-        instead = (
-            f"{count(abs(more), 'collective')} {'more' if more > 0 else 'fewer'}" if more else "other calls"
-        )
+        instead = f"{_collectives(abs(more))} {'more' if more > 0 else 'fewer'}" if more else "other calls"
         lines = [
             f"{ranks_text(ranks)} on {label}: {_calls(step, first if step is model else model)}"
             for ranks, step in shown
@@ -188,10 +186,14 @@ def _difference(
 
 def _calls(step: _Run, other: _Run) -> str:
     """Return text with the number of calls, and the lines whose calls `other` has not made as often."""
-    text = count(step.calls, "collective")
+    text = _collectives(step.calls)
     if step.nbytes != other.nbytes and step.calls == other.calls:
         text += f" of {step.nbytes:,} bytes"
     lines = [line for line in step.operations if line not in other.operations] or list(step.operations)
     if len(lines) > _SHOWN + 1:
         lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more callsites"]
     return f"{text}: {', '.join(lines)}" if lines else text
+
+
+def _collectives(number: int) -> str:
+    return f"{number:,} collective{'' if number == 1 else 's'}"

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshcomm.commands.measure import in_turn, machine_facts, slowest
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, UnsupportedOp
-from meshcomm.layout.sizes import coords_text, count
+from meshcomm.layout.sizes import coords_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.models import model_of
@@ -35,7 +35,7 @@ from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.splits import Splits, sections
 from meshcomm.parallel.tensor import TensorSplit
 from meshcomm.show.page import Cells, Line, PagePart, as_text, page_view
-from meshcomm.show.units import seconds_text
+from meshcomm.show.units import count, seconds_text
 from tests.benchmarks.breakdown import expected_exposure, parts_of_a_step
 from tests.benchmarks.loops import Loop, by_torch, no_counterpart
 
