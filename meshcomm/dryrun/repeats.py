@@ -6,6 +6,7 @@ microbatches and the last one run. Two of the recorded ones have to be equal; th
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -74,6 +75,9 @@ class _Recording:
         self.events: list[_Event] = []
         self.is_closed = True
         self.results: list[_Kind] = []
+        # Garbage that is freed in between belongs to other passes.
+        self._collects = gc.isenabled()
+        gc.disable()
         ledger.tape = passes.tape = self
 
     def following(self, gradient: Tensor) -> _Recording:
@@ -86,6 +90,8 @@ class _Recording:
         """Stop recording. results: the tensors that the pass leaves to the program."""
         self._event("flops")
         self._ledger.tape = self._passes.tape = None
+        if self._collects:
+            gc.enable()
         rows = self._mesh.stats().since(self._before).rows
         self.traffic: list[Traffic] = [
             (row.dim, row.call, row.calls, row.nbytes) for row in rows if row.calls
@@ -123,7 +129,8 @@ class _Recording:
         self._event("resized", *place, before, after, by)
 
     def named(self, key: int, part: MemoryPart) -> None:
-        if (number := self.keys.get(key)) is not None:
+        number = self.keys.get(key)
+        if number is not None and number != self.given:
             self._event("named", number, part)
 
     def freed(self, key: int) -> None:
