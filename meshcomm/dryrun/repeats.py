@@ -72,6 +72,8 @@ class _Recording:
         self._flops, self._first_call = ledger.flops, len(passes.calls)
         # The number of the gradient that a backward pass is given.
         self.given = -1
+        # The forward pass's outputs, which the program frees between the passes or later. Others may then have their keys.
+        self._outputs: set[int] = set()
         self.events: list[_Event] = []
         self.is_closed = True
         self.results: list[_Kind] = []
@@ -83,6 +85,10 @@ class _Recording:
     def following(self, gradient: Tensor) -> _Recording:
         """Begin to record the backward pass, which may be the last one that uses the output's gradient."""
         recording = _Recording(self._mesh, self._ledger, self._passes, self.keys, self.numbers)
+        numbers = {kind.number for kind in self.results}
+        recording._outputs = {key for key, number in self.keys.items() if number in numbers}
+        for key in recording._outputs:
+            del self.keys[key]
         recording.given = self.keys[storage_id(gradient)] = next(self.numbers)
         return recording
 
@@ -119,6 +125,7 @@ class _Recording:
             self.events.append(event)
 
     def made(self, key: int, nbytes: int, forward: bool, by: Maker) -> None:
+        self._outputs.discard(key)
         self.keys[key] = number = next(self.numbers)
         self._event("made", number, nbytes, forward, by)
 
@@ -134,6 +141,9 @@ class _Recording:
             self._event("named", number, part)
 
     def freed(self, key: int) -> None:
+        if key in self._outputs:
+            self._outputs.remove(key)
+            return
         number = self.keys.pop(key, None)
         self.is_closed &= number is not None
         self._event("freed", number)
@@ -214,8 +224,8 @@ class Repeats:
         def end() -> None:
             gradients = [x.grad for x in inputs if x.grad is not None]
             backward[0].end(gradients)
-            remaining = {kind.number for kind in (*recording.results, *backward[0].results)}
-            backward[0].is_closed &= {*recording.keys.values()} <= remaining | {backward[0].given}
+            remaining = {backward[0].given, *(kind.number for kind in backward[0].results)}
+            backward[0].is_closed &= remaining.issuperset(recording.keys.values())
             backward[0].is_closed &= len(gradients) == len(inputs)
             self._backward[module].append(backward[0])
 
