@@ -143,12 +143,11 @@ class Decisions:
         while True:
             try:
                 store.wait([key], look_s)
-                return None
             except RankLost as lost:
                 return self._sides.lost(lost.missing)
             except StoreTimeout:
-                absent = self._without(store, said, positions)
-            if not absent:
+                pass
+            if store.check([key]) or not (absent := self._without(store, said, positions)):
                 return None
             ranks = {int(mesh.layout.ranks.flat[numbers[at]]): at for at in absent}
             gone = [] if watch is None else watch.gone([*ranks])
