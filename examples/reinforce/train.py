@@ -60,9 +60,14 @@ class Generators:
         samples = PROMPTS * GROUP // self.mesh.size("fsdp")
         sequences = torch.empty(samples, 2 * LENGTH + 1, dtype=torch.int64)
         log_probs = torch.empty(samples, LENGTH)
+        is_lost = False
         while True:
             failure = ""
             try:
+                if is_lost:  # again, if no generator came within the links' timeout
+                    self.policy.reopen()
+                    self.samples.reopen()
+                    self.reconnects += 1
                 self.weights.push(version=version).wait()
                 for out in (sequences, log_probs):
                     self.samples.transfer(None, out, SAMPLES)
@@ -74,9 +79,7 @@ class Generators:
                 return sequences, log_probs
             if self.mesh.rank == 0:
                 print(f"step {version}: {failures[0]}", flush=True)
-            self.policy.reopen()
-            self.samples.reopen()
-            self.reconnects += 1
+            is_lost = True
 
     def end(self) -> None:
         self.weights.push(version=END).wait()

@@ -70,6 +70,10 @@ class Watching(ABC):
         """Return the status of each rank in `ranks` that answers. May wait for seconds. Empty if no rank can be asked."""
         return {}
 
+    def gone(self, ranks: list[int]) -> list[int]:
+        """Return those of some ranks that are lost, or have closed the mesh. May wait for seconds."""
+        return []
+
     def close(self, *, abandons: bool = False) -> None:
         """Stop answering. Later questions receive this rank's last status. Further calls have no effect.
 

@@ -312,6 +312,17 @@ class Watchdog(Watching):
             return {} if self._options.alone else self._exchange.limited(partial(self._exchange.ask, ranks))
         return {}
 
+    def gone(self, ranks: list[int]) -> list[int]:
+        def look() -> list[int]:
+            states = {rank: self._options.process_of(rank) for rank in ranks}
+            statuses = self._exchange.ask([rank for rank in ranks if states[rank] != "ended"])
+            silent = [rank for rank in ranks if rank not in statuses and states[rank] != "runs"]
+            return silent + [rank for rank, status in statuses.items() if status.get("closed")]
+
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            return self._exchange.limited(look)
+        return []
+
     def _answer(self) -> bool:
         """Answer the pending questions. Return whether to check again."""
         if not self._placed and _of_job()[:1] == [self]:
@@ -325,7 +336,7 @@ class Watchdog(Watching):
         except RuntimeError:
             # Torch prints a stack trace for each call to a lost store.
             self._failures += 1
-            if self._failures > 1 and not self._stop.is_set():
+            if self._failures > 1 and not self._stop.is_set() and self.of_job:
                 lost = "has lost the job's store; it no longer answers others"
                 print(f"meshcomm: {self.own.label} {lost}", file=sys.stderr)
             return self._failures < 2

@@ -37,6 +37,10 @@ _PAUSE_S: Final = 0.02
 _PAUSES_S: Final = 0.25
 # How long a host's name may be unknown. A cluster may create the name only when rank 0 runs.
 _UNKNOWN_S = 60.0
+NOBODY: Final = "no program listens there"
+_TAKEN: Final = (
+    "a program listens, but no torch store answers: another program has the port, or the store is stopped"
+)
 # How long a rank 0 that ends with an error keeps serving other ranks that are still connected.
 _FAILED_S: Final = 3.0
 
@@ -172,8 +176,10 @@ def find_common_store(
                 client = find_tcp_store(host, port, hosts=False, timeout=timedelta(seconds=left_s))
                 client.set_timeout(timeout)
                 return client
-        except (OSError, RuntimeError, ValueError) as error:
+        except OSError as error:
             why = first_line(error)
+        except (RuntimeError, ValueError) as error:
+            why = f"{_TAKEN} ({first_line(error)})"
         if serves and (elsewhere := _elsewhere(host)):
             raise LaunchError(
                 f"this process cannot serve the store at {host}:{port}",
@@ -221,7 +227,7 @@ def _reason(host: str, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return f"the name {host} is unknown: {error.strerror}"
     if isinstance(error, ConnectionRefusedError):
-        return "no program listens there"
+        return NOBODY
     if isinstance(error, TimeoutError):
         return "this host does not answer: a firewall, or an address in another network"
     return f"not reachable: {error.strerror or error}"
@@ -280,9 +286,7 @@ def find_tcp_store(host: str, port: int, *, hosts: bool, timeout: timedelta) -> 
             _knock(host, port, _LOOK_S)
         except OSError as error:
             raise TimeoutError(_reason(host, error)) from late
-        raise TimeoutError(
-            "a program listens, but no torch store answers: another program has the port, or the store is stopped"
-        ) from late
+        raise TimeoutError(_TAKEN) from late
 
 
 # -- rank 0, which serves the store --------------------------------------------------------------------------

@@ -8,6 +8,9 @@ rank whose peers are lost still learns what was decided. A rank that cannot reac
 from __future__ import annotations
 
 import json
+import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, final
 
@@ -17,8 +20,9 @@ from meshcomm.errors import MeshcommError, RankLost, StoreTimeout
 from meshcomm.transfer.sides import Cause, Sides
 
 _COMMIT: Final = b"commit"
-# How much longer a rank waits for the outcome of all copies than each copy waits for its own ranks.
-_GRACE_S: Final = 5.0
+# How often a rank that waits for others looks whether they live.
+_LOOK_S: Final = 1.0
+_LOOKS_PER_S: Final = 128
 
 
 @final
@@ -84,16 +88,9 @@ class Decisions:
         self._own.set(self._key(f"{self._copy}/voted/{self._position}"), "")
         if count == len(self._members):
             return self._decide(_COMMIT)
-        try:
-            self._own.wait([decision], self._timeout_s)
-            return _cause(self._own.get(decision))
-        except StoreTimeout:
-            absent = self._without(self._own, f"{self._copy}/voted", self._members)
-            who = f"did not confirm it within {self._timeout_s:g} s"
-            # If all have voted, the last of them is lost, but has every byte.
-            return self._decide(self._of(absent, who) if absent else _COMMIT)
-        except RankLost as lost:
-            return self._decide(self._sides.lost(lost.missing))
+        cause = self._wait(self._own, decision, f"{self._copy}/voted", self._members, limited=True)
+        # If all have voted, the last of them is lost, but has every byte.
+        return self._decide(_COMMIT if cause is None else cause)
 
     def abort(self, cause: Cause) -> tuple[Cause, bool]:
         """Record that the version is not used, before this rank has voted.
@@ -120,24 +117,50 @@ class Decisions:
             self._outcome(_COMMIT)
 
     def outcome(self) -> tuple[Cause | None, str]:
-        """Wait until every rank of the target has reported; return why not all use the version, and what failed afterwards."""
+        """Wait until every rank of the target has reported; return why not all use the version, and what failed afterwards.
+
+        As long as the others live, however long their `on_commit` takes.
+        """
         key = self._key("outcome")
-        try:
-            self._link.wait([key], self._timeout_s + _GRACE_S)
-            cause = _cause(self._link.get(key))
-        except StoreTimeout:
-            absent = self._without(self._link, "done", range(self._size))
-            who = f"did not report it within {self._timeout_s + _GRACE_S:g} s"
-            cause = self._outcome(self._of(absent, who) if absent else _COMMIT)
-        except RankLost as lost:
-            cause = self._outcome(self._sides.lost(lost.missing))
+        cause = self._outcome(
+            self._wait(self._link, key, "done", range(self._size), limited=False) or _COMMIT
+        )
         if cause is not None or self._link.add(self._key("problems"), 0) == 0:
             return cause, ""
         keys = [self._key(f"problem/{at}") for at in range(self._size)]
         return None, "\n".join(self._link.get(key).decode() for key in keys if self._link.check([key]))
 
-    def _of(self, positions: list[int], what: str) -> Cause:
-        return self._sides.blame(self._sides.numbers("target")[positions].tolist(), what)
+    def _wait(self, store: Any, key: str, said: str, positions: Sequence[int], limited: bool) -> Cause | None:
+        """Wait until a key is set, or until ranks of the target that have not said so are lost or, if `limited`, late.
+
+        Return the cause that blames them; None if there are none.
+        """
+        mesh, numbers = self._sides.mesh, self._sides.numbers("target")
+        watch, limit_s = mesh._state.watch, self._timeout_s
+        timed = watch is not None and watch.timed
+        look_s = min(max(_LOOK_S, mesh.world_size / _LOOKS_PER_S), limit_s) if timed else limit_s
+        began, told_s = time.monotonic(), limit_s
+        while True:
+            try:
+                store.wait([key], look_s)
+            except RankLost as lost:
+                return self._sides.lost(lost.missing)
+            except StoreTimeout:
+                pass
+            if store.check([key]) or not (absent := self._without(store, said, positions)):
+                return None
+            ranks = {int(mesh.layout.ranks.flat[numbers[at]]): at for at in absent}
+            gone = [] if watch is None else watch.gone([*ranks])
+            # One that has said so may have ended since.
+            if lost_ones := self._without(store, said, [ranks[rank] for rank in gone]):
+                return self._sides.blame(numbers[lost_ones].tolist(), "was lost")
+            if timed and (waited_s := time.monotonic() - began) < told_s:
+                continue
+            if limited or not timed:
+                return self._sides.blame(numbers[absent].tolist(), f"did not confirm it within {limit_s:g} s")
+            told_s *= 2
+            who = self._sides.ranks(numbers[absent].tolist())
+            sys.stderr.write(f"meshcomm: on_commit has not returned for {waited_s:.0f} s, on {who}\n")
 
     def _without(self, store: Any, what: str, positions: Any) -> list[int]:
         return [at for at in positions if not store.check([self._key(f"{what}/{at}")])]

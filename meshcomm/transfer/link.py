@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.comm.checks import check_in_place, check_input, share_memory
 from meshcomm.errors import (
-    CollectiveTimeout,
     LaunchError,
     LayoutError,
     MeshcommError,
@@ -194,13 +193,8 @@ class Link:
         """
         given = self._facts(x, out, into, placement, sizes)
         out = into if out is None else out
-        with self._sides.calling():
-            try:
-                self._transfer(given, x, out)
-            except CollectiveTimeout as error:
-                if not error.missing:
-                    raise
-                raise self._sides.failure("a tensor", self._sides.cause(error), str(error)) from error
+        with self._sides.calling("a tensor"):
+            self._transfer(given, x, out)
         return out
 
     def _transfer(self, given: TensorFacts, x: Tensor | None, out: Tensor | None) -> None:
@@ -257,7 +251,7 @@ class Link:
         return weights
 
     def _agree(self, weights: Weights) -> None:
-        with self._sides.calling():
+        with self._sides.calling("the list of tensors"):
             settings = {**self._settings, "staging": weights.staging, "atomic": weights.atomic}
             agreement = agree_on_weights(self._sides, weights.rows(self._sides), weights.options, settings)
             self._count += 1

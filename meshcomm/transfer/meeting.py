@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hmac
 import json
 import os
 import re
@@ -23,10 +24,12 @@ import torch.distributed as dist
 from meshcomm import __version__
 from meshcomm.comm.checks import seconds_of
 from meshcomm.errors import (
+    CommunicationError,
     LaunchError,
     MeshcommError,
     MeshMismatchError,
     StoreError,
+    TransferFailed,
     TransferTimeout,
 )
 from meshcomm.layout import Layout
@@ -35,13 +38,14 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.across import across, refuse_simulated
 from meshcomm.predict.links import nodes_of
 from meshcomm.rendezvous.exposure import ExposedRendezvous, is_loopback
-from meshcomm.rendezvous.job_store import find_common_store, is_serving
-from meshcomm.rendezvous.processes import is_running, process_name
-from meshcomm.rendezvous.signed import SignedStore
+from meshcomm.rendezvous.job_store import NOBODY, find_common_store, is_serving
+from meshcomm.rendezvous.processes import is_running, process_name, process_of_rank
+from meshcomm.rendezvous.signed import SignedStore, unsigned
 from meshcomm.rendezvous.store import prefixed, store_failed, wait_for, within
 from meshcomm.transfer.plan import Ends
-from meshcomm.transfer.sides import BOTH, SideName, Sides
+from meshcomm.transfer.sides import BOTH, Host, SideName, Sides
 from meshcomm.transport.torch_private import await_at_exit
+from meshcomm.watching.exceptions import first_line
 
 _OTHER: Final[Mapping[SideName, SideName]] = {"source": "target", "target": "source"}
 _ADDRESS: Final = re.compile(r"tcp://(.+):(\d+)")
@@ -56,8 +60,11 @@ _LEAVES_S: Final = 2.0
 _GRACE_S: Final = 5.0
 # The errors that the announcing rank passes on to its side.
 _KINDS: Final = {
-    kind.__name__: kind for kind in (LaunchError, MeshMismatchError, StoreError, TransferTimeout)
+    kind.__name__: kind
+    for kind in (LaunchError, MeshMismatchError, StoreError, TransferFailed, TransferTimeout)
 }
+# Who serves a store for links: the name of the link that it was first needed for, its side and rank, and its process.
+_HOST: Final = "meshcomm/link-host"
 
 
 def meet(
@@ -78,8 +85,9 @@ def meet(
                authentication. Nothing that is read from it is ever unpickled.
     Called by: every rank of `mesh`, and every rank of the other side's mesh, in any order.
     Raises:    TransferTimeout, with the side or its ranks that did not come, on every rank that has come; LaunchError on a
-               newcomer whose side of this name belongs to another job, or if the store cannot be served; MeshMismatchError;
-               StoreError; CommunicationError; NotMember.
+               newcomer whose side of this name belongs to another job, or if the store cannot be served; TransferFailed if a
+               process is lost meanwhile, such as the one that serves the store; MeshMismatchError, also for secrets that differ;
+               StoreError if the own job's store is lost, and with it the job; NotMember.
 
     How the living are told from the dead. The first rank that comes announces its side under a random number that no other
     call has, and takes the side's key in the store. An announcement alone proves nothing: two sides have met only when each has
@@ -96,22 +104,32 @@ def meet(
     timeout_s = seconds_of(timeout_s, lambda: f"meet on {mesh.label}")
     host, port = _parsed(address)
     deadline = time.monotonic() + timeout_s
-    call = _Call(side, mesh, name, address, timeout_s, deadline, _of_call(side, mesh, name))
+    call = _Call(side, mesh, name, address, timeout_s, deadline, *_of_call(side, mesh, name))
     presence: _Presence | None = None
     try:
         try:
             store: Any = call.store(host, port)
+            served = _served(store)
             if secret:
                 store = SignedStore(store, secret)
+            signs = hmac.digest(secret.encode(), name.encode(), "sha256").hex()
             if call.leads():
                 presence = _Presence(store, name, side)
-                call.tell(call.pair(presence))
+                call.tell({**call.pair(presence), "signs": signs})
         except RuntimeError as error:
-            raise store_failed(f'the store of the link "{name}" is lost, on {mesh.label}', error) from error
+            raise call.failed(error, served) from error
         met = call.result()
+        if met["signs"] != signs:
+            raise _secrets_differ(name, f"among the ranks of the {side}")
         layouts = {of: Layout(**met[of]) for of in BOTH}
         places = [(of, rank) for of in BOTH for rank in sorted(layouts[of].ranks.tolist())]
-        link = call.open(store, met["link"], places)
+        served = _served(unsigned(store)) or served
+        try:
+            link = call.open(store, met["link"], places)
+        except (CommunicationError, StoreError) as error:
+            if isinstance(error, TransferTimeout):
+                raise
+            raise call.failed(error, served, places) from error
     except BaseException as error:
         if presence is not None:
             presence.end()
@@ -120,6 +138,8 @@ def meet(
         raise
     if presence is not None:
         link._state.held.resources.callback(presence.end)
+        presence.tidy()
+        call.tidy()
     if is_serving(port) and link._state.launch.one_host and not is_loopback(host):
         warnings.warn(
             f"others can reach the store of the link {name} at {host}:{port}, though both jobs are on this host: "
@@ -133,12 +153,17 @@ def meet(
     )
     nodes = nodes_of(link.topology, np.arange(link.world_size))
     ends = Ends(layouts["source"], layouts["target"], of_source, of_target, nodes)
-    return Sides(link, ends, mesh if side == "source" else None, mesh if side == "target" else None)
+    own = {side: mesh}
+    host = _host(link, places, name, served)
+    return Sides(link, ends, own.get("source"), own.get("target"), host=host)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of `meet`. own: the store of the own job, under a prefix that only the ranks of this call use."""
+    """The arguments of `meet`.
+
+    own: the store of the own job, under a prefix of the link. number: of this rank's calls for this link and side.
+    """
 
     side: SideName
     mesh: Mesh
@@ -146,7 +171,13 @@ class _Call:
     address: str
     timeout_s: float
     deadline: float
-    own: Any
+    every: Any
+    number: int
+
+    @property
+    def own(self) -> Any:
+        """The store of the own job, under a prefix that only the ranks of this call use."""
+        return prefixed(str(self.number), self.every)
 
     @property
     def left_s(self) -> float:
@@ -167,7 +198,40 @@ class _Call:
 
     def is_told(self) -> bool:
         """Return whether a rank of this side has told the others something."""
-        return bool(self.own.check(["met"]))
+        try:
+            return bool(self.own.check(["met"]))
+        except RuntimeError as error:
+            raise _lost(self.mesh, self.name, error) from error
+
+    def tidy(self) -> None:
+        """Remove what earlier calls have told. Called by: the rank that announced this side, once all ranks have met."""
+        number = self.number - 1
+        with suppress(RuntimeError):
+            while number and self.every.delete_key(f"{number}/met"):
+                self.every.delete_key(f"{number}/leads")
+                number -= 1
+
+    def failed(
+        self,
+        error: BaseException,
+        served: Sequence[Any] | None,
+        places: Sequence[tuple[SideName, int]] = (),
+    ) -> TransferFailed:
+        """Return the error if ranks or the store were lost while the link opened. places: as in `open`."""
+        missing = [places[at] for at in getattr(error, "missing", ()) if at < len(places)]
+        who = ", ".join(f"rank {rank} of the {side}" for side, rank in missing)
+        if not missing and isinstance(error, CommunicationError):
+            who = "a rank"
+        elif not missing:
+            who = f"{_who(served)}, which serves its store,"
+            missing = [(served[1], served[2])] if served and served[0] == self.name else []
+        return TransferFailed(
+            f'the link "{self.name}" was not opened: {who} was lost',
+            given=f"{self.address}: {first_line(error)}",
+            expected="every rank, and the process that serves the store, to stay alive while a link opens",
+            hint="link.reopen(), or meshcomm.link again, on both sides",
+            missing=tuple(missing),
+        )
 
     def store(self, host: str, port: int) -> dist.TCPStore:
         """Return a client of the store at the address, which this process may have to serve."""
@@ -175,22 +239,30 @@ class _Call:
         serves = self.side == "source" and self.mesh.rank == lowest
         job, timeout = self.mesh._state.launch.job, timedelta(seconds=self.timeout_s)
         try:
-            return find_common_store(host, port, job, timeout, serves=serves, in_vain=self.is_told)
+            store = find_common_store(host, port, job, timeout, serves=serves, in_vain=self.is_told)
         except TimeoutError as error:
             if self.is_told():
                 self.result()
             which = (
                 f"its rank {lowest}, which serves the store," if self.side == "source" else "its lowest rank"
             )
+            nobody = str(error) == NOBODY
             raise TransferTimeout(
-                f'the source of the link "{self.name}" has not come, on {self.mesh.label}',
+                f'the source of the link "{self.name}" has not come'
+                if nobody
+                else f'the store of the link "{self.name}" cannot be reached at {self.address}: {error}',
                 given=f"{self.address}: {error}, for {self.timeout_s:g} s",
                 expected=f"{which} to serve a store there",
-                hint="check whether the source runs, and whether both sides have the same address",
+                hint="check whether the source runs, whether both sides have the same address, and that only one is the target"
+                if nobody
+                else "another port, or the address of a host that both sides reach",
                 side="source",
                 missing=(lowest,) if self.side == "source" else (),
                 of_job=False,
             ) from None
+        if is_serving(port):
+            store.compare_set(_HOST, "", json.dumps([self.name, self.side, self.mesh.rank, process_name()]))
+        return store
 
     def pair(self, presence: _Presence) -> dict[str, Any]:
         """Announce this side, and wait for the other one. Return what the ranks of this side have to know."""
@@ -215,10 +287,11 @@ class _Call:
         return {"link": f"{self.name}/{'.'.join(numbers)}", self.side: mine, other: offer}
 
     def _alone(self, presence: _Presence, other: SideName) -> TransferTimeout:
-        left = presence.holder(other)
+        left, rival = presence.holder(other), presence.rival()
         announced = f"\n{left.process} has announced it, but does not answer" if left else ""
+        announced += f"\n{rival} has announced the {self.side} as well, and was refused" if rival else ""
         return TransferTimeout(
-            f'the {other} of the link "{self.name}" has not come, on {self.mesh.label}',
+            f'the {other} of the link "{self.name}" has not come',
             given=f"{self.address}: no answer for {self.timeout_s:g} s{announced}",
             expected=f'the {other} to call meshcomm.link with the name "{self.name}" and this address',
             hint=f"check whether the {other} runs; after a loss, both sides have to link again",
@@ -232,7 +305,7 @@ class _Call:
             if not wait_for(self.own, ["met"], self.left_s + _GRACE_S):
                 leads = int(self.own.compare_set("leads", "", ""))
                 raise TransferTimeout(
-                    f'rank {leads} of the {self.side} of the link "{self.name}" has not come back, on {self.mesh.label}',
+                    f'rank {leads} of the {self.side} of the link "{self.name}" has not come back',
                     given=f"it came first, and has not told the others of its job for {self.timeout_s:g} s whom it has met",
                     expected="every rank to stay alive while a link opens",
                     hint=f"look at the first error on rank {leads}",
@@ -244,10 +317,8 @@ class _Call:
         except RuntimeError as error:
             raise _lost(self.mesh, self.name, error) from error
         if (kind := met.pop("kind", None)) is not None:
-            lists: dict[str, Any] = {
-                each: tuple(met[each]) for each in ("missing", "mismatched_ranks") if each in met
-            }
-            met.update(lists)
+            for key in {"missing", "mismatched_ranks"} & met.keys():
+                met[key] = tuple(tuple(rank) if isinstance(rank, list) else rank for rank in met[key])
             raise _KINDS.get(kind, MeshcommError)(**met)
         return met
 
@@ -277,7 +348,7 @@ class _Call:
         ]
         side = next(of for of, ranks in missing.items() if ranks)
         raise TransferTimeout(
-            f'{" and ".join(texts)} did not come to the link "{self.name}", on {self.mesh.label}',
+            f'{" and ".join(texts)} did not come to the link "{self.name}"',
             given=error.given,
             expected=f"every rank of both meshes within {self.timeout_s:g} s",
             hint="look at the first error on these ranks",
@@ -287,17 +358,51 @@ class _Call:
         ) from None
 
 
-def _of_call(side: SideName, mesh: Mesh, name: str) -> Any:
-    """Return the own job's store, under a prefix that the ranks of the mesh have in common in this call of `meet`."""
+def _of_call(side: SideName, mesh: Mesh, name: str) -> tuple[Any, int]:
+    """Return the own job's store, under a prefix of this link and side, and the number of this call of `meet`."""
     store = prefixed(f"links/{side}/{name}", mesh._state.held.store)
     try:
-        return prefixed(str(store.add(f"calls/{mesh.rank}", 1)), store)
+        return store, store.add(f"calls/{mesh.rank}", 1)
     except RuntimeError as error:
         raise _lost(mesh, name, error) from error
 
 
 def _lost(mesh: Mesh, name: str, error: BaseException) -> StoreError:
     return store_failed(f'{mesh.label} lost the job\'s store in the link "{name}"', error)
+
+
+def _served(store: Any) -> list[Any] | None:
+    """Return who serves the store of a link, as in `_HOST`; None if no link's process does."""
+    return json.loads(store.get(_HOST)) if store.check([_HOST]) else None
+
+
+def _who(served: Sequence[Any] | None) -> str:
+    return (
+        f'rank {served[2]} of the {served[1]} of the link "{served[0]}"'
+        if served
+        else "a program outside the link"
+    )
+
+
+def _host(
+    link: Mesh, places: Sequence[tuple[SideName, int]], name: str, served: Sequence[Any] | None
+) -> Host:
+    place = (served[1], served[2]) if served and served[0] == name else None
+    number = places.index(place) if place in places else None
+    with suppress(RuntimeError):
+        if served and number is not None and process_of_rank(link._state.held.store, number) != served[3]:
+            number = None  # a process of the same rank that came before
+    return Host(_who(served), number)
+
+
+def _secrets_differ(name: str, where: str) -> MeshMismatchError:
+    return MeshMismatchError(
+        f'secret= differs {where} of the link "{name}"',
+        given="values with another signature, or with one on one side only",
+        expected="the same secret= in meshcomm.link on every rank of both sides, or none",
+        hint="compare where both jobs take it from",
+        of_job=False,
+    )
 
 
 def _parsed(address: str) -> tuple[str, int]:
@@ -324,16 +429,19 @@ class _Presence:
     """What one call of `meet` announces, and the thread that shows that it lives.
 
     Keys, below the link's name: `side/SIDE` is the side's holder, `offer/NUMBER` its announcement, `beat/NUMBER` counts,
-    `left/NUMBER` is set at its end, and `answer/A/B` is set by the call B, which has read the number A.
+    `left/NUMBER` is set at its end, `answer/A/B` is set by the call B, which has read the number A, and `rival/NUMBER` names a
+    process that was refused. Only the announcements are signed, so that two sides learn that their secrets differ.
     """
 
     def __init__(self, store: Any, name: str, side: SideName) -> None:
-        self._store, self._name, self._side = prefixed(f"meshcomm/link/{name}", store), name, side
+        prefix, plain = f"meshcomm/link/{name}", unsigned(store)
+        self._store, self._offers = prefixed(prefix, plain), prefixed(prefix, store)
+        self._name, self._side = name, side
         self.number = secrets.token_hex(8)
         self._held = f"{self.number} {process_name()}"
-        self._answered = ""
+        self._answered = self._replaced = ""
         self._stop = threading.Event()
-        beats = partial(prefixed(f"meshcomm/link/{name}", store.clone()).add, f"beat/{self.number}", 1)
+        beats = partial(prefixed(prefix, plain.clone()).add, f"beat/{self.number}", 1)
         thread = threading.Thread(
             target=_beat, args=(beats, self._stop), name="meshcomm-presence", daemon=True
         )
@@ -361,7 +469,7 @@ class _Presence:
 
     def announce(self, offer: Mapping[str, Any]) -> None:
         """Take the key of this side. Raises LaunchError if another job has it."""
-        self._store.set(f"offer/{self.number}", json.dumps(offer))
+        self._offers.set(f"offer/{self.number}", json.dumps(offer))
         key, first, since = f"side/{self._side}", ("", 0), 0.0
         while (held := self._store.compare_set(key, "", self._held).decode()) != self._held:
             number, _, process = held.partition(" ")
@@ -374,8 +482,10 @@ class _Presence:
                 or self._store.check([f"left/{number}"])
                 or now - since > _SILENT_S
             ):
+                self._replaced = number
                 self._store.compare_set(key, held, self._held)
             elif beat != first[1]:
+                self._store.set(f"rival/{number}", process_name())
                 raise self._taken(process)
             time.sleep(_POLL_S)
 
@@ -384,6 +494,20 @@ class _Presence:
         held = self._store.get(f"side/{self._side}").decode()
         if held != self._held:
             raise self._taken(held.partition(" ")[2])
+
+    def rival(self) -> str:
+        """Return the process of another job that announced the same side and was refused, or ""."""
+        key = f"rival/{self.number}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def tidy(self) -> None:
+        """Remove what nobody reads any more, once the link is open: of this call and of the one that had the key before."""
+        keys = [f"answer/{self._answered}/{self.number}"]
+        if self._replaced:
+            keys += [f"{what}/{self._replaced}" for what in ("offer", "beat", "left", "rival")]
+        with suppress(RuntimeError):
+            for key in keys:
+                self._store.delete_key(key)
 
     def answered(self, other: SideName) -> tuple[str, dict[str, Any]] | None:
         """Answer the other side, if it has announced itself. Return its number and its layout once it has answered."""
@@ -396,7 +520,10 @@ class _Presence:
             self._answered = number
         if not self._store.check([f"answer/{self.number}/{number}"]):
             return None
-        offer: dict[str, Any] = json.loads(self._store.get(f"offer/{number}"))
+        try:
+            offer: dict[str, Any] = json.loads(self._offers.get(f"offer/{number}"))
+        except (StoreError, ValueError) as error:
+            raise _secrets_differ(self._name, "between the two sides") from error
         if offer["meshcomm"] != __version__:
             raise MeshMismatchError(
                 f'the two sides of the link "{self._name}" have different versions of meshcomm',

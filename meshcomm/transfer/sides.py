@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,10 +16,13 @@ import numpy as np
 import torch
 
 from meshcomm.errors import (
+    CommunicationError,
+    MeshClosed,
     MeshcommError,
     PeerLost,
     RankLost,
     SourceChanged,
+    StoreError,
     TransferFailed,
     TransferMismatch,
 )
@@ -25,7 +30,9 @@ from meshcomm.layout import Layout
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.groups import merged
+from meshcomm.rendezvous.store import within
 from meshcomm.transfer.plan import Ends
+from meshcomm.watching.words import SILENT
 
 # The single dim of a link's mesh.
 LINK: Final = "link"
@@ -34,6 +41,12 @@ SideName: TypeAlias = Literal["source", "target"]
 BOTH: Final[tuple[SideName, SideName]] = ("source", "target")
 
 T = TypeVar("T")
+
+# How the mesh of a link names its ranks, which only the link's own code knows.
+_NUMBERED: Final = re.compile(rf"rank \d+ \({LINK}=(\d+)\)")
+_GONE: Final = {text for state, text in SILENT.items() if state != "runs"}
+# How long a store may take to answer that is not lost.
+_ANSWERS_S: Final = 2.0
 
 
 class Cause(NamedTuple):
@@ -67,6 +80,13 @@ class Use:
         self.failed: BaseException | None = None
 
 
+class Host(NamedTuple):
+    """Who serves the store where two jobs met. number: as a coord along the dim; None if it is no rank of this link."""
+
+    who: str
+    number: int | None
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Sides:
@@ -76,6 +96,7 @@ class Sides:
     ends:           the layouts of both sides, and the coord along this dim of each of their ranks.
     source, target: this process's own mesh on each side; None on a side that this process is not on.
     dim:            the name of the dim.
+    host:           of a link between two jobs.
     """
 
     mesh: Mesh
@@ -83,6 +104,7 @@ class Sides:
     source: Mesh | None
     target: Mesh | None
     dim: str = LINK
+    host: Host | None = None
     use: Use = field(default_factory=Use, init=False)
 
     @classmethod
@@ -106,10 +128,12 @@ class Sides:
         return cls(mesh, Ends(layout, layout, numbers, numbers), mesh, mesh, dim)
 
     @contextmanager
-    def calling(self, by: UnderWay | None = None) -> Iterator[None]:
+    def calling(self, what: str, by: UnderWay | None = None) -> Iterator[None]:
         """In this context, this rank makes calls that every rank of the link makes. Waits for another push than `by`.
 
-        Raises TransferFailed at once if an earlier call failed. An error that only some ranks may have makes all later calls fail.
+        what: is transferred.
+        Raises TransferFailed at once if an earlier call failed, and in place of an error of the link's mesh or store. An error
+        that only some ranks may have makes all later calls fail.
         """
         use = self.use
         if use.push is not None and use.push is not by:
@@ -125,7 +149,12 @@ class Sides:
                     missing=use.failed.missing if isinstance(use.failed, TransferFailed) else (),
                 ) from use.failed
             try:
-                yield
+                try:
+                    yield
+                except TransferFailed:
+                    raise
+                except (CommunicationError, StoreError) as error:
+                    raise self.failure(what, self._first(self.cause(error)), str(error)) from error
             except (TransferMismatch, SourceChanged):
                 raise  # on every rank, at the same call
             except BaseException as error:
@@ -175,33 +204,75 @@ class Sides:
     def cause(self, error: BaseException) -> Cause:
         """Return the cause that an error of a call along the link names. Without ranks, it is the error's first line."""
         missing: Sequence[int] = () if isinstance(error, TransferFailed) else getattr(error, "missing", ())
-        if isinstance(error, PeerLost | RankLost):
-            return self.lost(missing)
-        known = self.mesh.layout.ranks.tolist()
-        numbers = [known.index(rank) for rank in missing if rank in known]
-        limit_s = self.mesh.plan.defaults.timeout_s
-        return (
-            self.blame(numbers, f"did not come within {limit_s:g} s")
-            if numbers
-            else Cause(str(error).split("\n")[0])
-        )
+        doing = {rank: text for rank, _, text, _ in getattr(error, "chain", ())}
+        # Without a chain, no rank could be asked.
+        asks = isinstance(error, CommunicationError | StoreError) and not doing
+        if asks and (without_store := self._without_store()) is not None:
+            return without_store
+        lost, left, late = list[int](), list[int](), list[int]()
+        for rank in missing:
+            text = doing.get(rank, "")
+            if text in _GONE or (not text and isinstance(error, PeerLost | RankLost)):
+                lost.append(rank)
+            else:
+                (left if text.startswith("has closed") else late).append(rank)
+        # Those that live may only wait for the lost ones.
+        limit = f"did not come within {self.mesh.plan.defaults.timeout_s:g} s"
+        for ranks, what in ((lost, "was lost"), (left, "left the link"), (late, limit)):
+            if numbers := self._known(ranks):
+                return self.blame(numbers, what)
+        return Cause(self._named(str(error).split("\n")[0]))
 
     def lost(self, ranks: Iterable[int]) -> Cause:
         """Return the cause that blames global ranks of the link's mesh, which were lost."""
+        return self.blame(self._known(ranks), "was lost")
+
+    def _known(self, ranks: Iterable[int]) -> list[int]:
         known = self.mesh.layout.ranks.tolist()
-        numbers = [known.index(rank) for rank in ranks if rank in known]
-        return self.blame(numbers, "was lost" if len(numbers) == 1 else "were lost")
+        return [known.index(rank) for rank in ranks if rank in known]
+
+    def _named(self, text: str) -> str:
+        return _NUMBERED.sub(lambda match: self.label(int(match[1])), text)
+
+    def _without_store(self) -> Cause | None:
+        """Return the cause if the store where two jobs met is lost."""
+        if self.host is None:
+            return None
+        try:
+            within(_ANSWERS_S, partial(self.mesh.store.torch_store.check, ["any"]))
+        except (RuntimeError, TimeoutError):
+            who, number = self.host
+            return (
+                Cause(f"the link's store is lost, which {who} served")
+                if number is None
+                else self.blame([number], "was lost")
+            )
+        except MeshClosed:
+            pass
+        return None
+
+    def _first(self, cause: Cause) -> Cause:
+        """Return the cause of the first rank that could name ranks, if this one cannot. Each rank calls it once at most."""
+        key = f"transfer/{self.mesh._state.held.prefix}/failed"
+        with suppress(MeshcommError):
+            if cause.missing:
+                self.mesh.store.compare_set(key, "", json.dumps(cause))
+            elif self.mesh.store.check([key]):
+                what, missing = json.loads(self.mesh.store.get(key))
+                return Cause(what, tuple(missing))
+        return cause
 
     def blame(self, numbers: Iterable[int], what: str) -> Cause:
         """Return the cause that blames ranks, by their coords along the dim."""
         numbers = tuple(numbers)
+        what = "were lost" if what == "was lost" and len(numbers) != 1 else what
         return Cause(f"{', '.join(map(self.label, numbers))} {what}", numbers)
 
     def failure(self, what: str, cause: Cause, given: str, version: int | None = None) -> TransferFailed:
         """Return the error of a transfer that failed. what: was not transferred."""
         return TransferFailed(
             f"{what} was not transferred: {cause.what}",
-            given=given,
+            given=self._named(given),
             expected="every rank of both sides to take part to the end",
             hint="the meshes of both sides remain open; link.reopen() connects the ranks that are left",
             version=version,

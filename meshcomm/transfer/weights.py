@@ -305,7 +305,7 @@ class Weights:
         if (last := self._sides.use.push) is not None:
             last.end()
         if self._sides.use.failed is not None:
-            with self._sides.calling():  # raises
+            with self._sides.calling(""):  # raises
                 pass
         problem = self._look("source")
         self._before = {}
@@ -375,7 +375,7 @@ class Weights:
 
     def _carry(self, push: Push | None) -> int:
         """Carry out a transfer on this rank, in whatever roles it has."""
-        with self._sides.calling(push):
+        with self._sides.calling("a version", push):
             version: int | None = None
             self._decisions.begin()
             try:

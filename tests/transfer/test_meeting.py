@@ -202,7 +202,9 @@ def signed(place: Place, port: int) -> bytes:
     with place.mesh() as own:
         meeting = meet(side, own, "policy", f"tcp://127.0.0.1:{port}", OPENS_S, secret="s")
         adds_up(meeting, 2)
-        content: bytes = client(port).get(f"meshcomm/link/policy/side/{side}")
+        store = client(port)
+        number = store.get(f"meshcomm/link/policy/side/{side}").decode().split()[0]
+        content: bytes = store.get(f"meshcomm/link/policy/offer/{number}")
         adds_up(meeting, 2)
         meeting.mesh.close()
     return content
