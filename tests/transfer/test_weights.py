@@ -714,3 +714,12 @@ def test_versions_arrive_after_ranks_made_different_calls() -> None:
         return type(error).__name__, is_equal(layer, plain())
 
     assert simulated(program) == [("TransferMismatch", True)] * 4
+
+
+def test_a_compiled_module_has_the_names_of_its_module() -> None:
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = plain()
+        weights = link.weights(torch.compile(layer) if source.is_member else layer)
+        return weights.names
+
+    assert simulated(program) == [("weight", "bias")] * 4
