@@ -111,6 +111,20 @@ def transfer(
             expected="a [model] section, or a folder with a config.json",
             hint="--model FOLDER",
         )
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(
+            f"{model / 'config.json'} does not exist",
+            given=f"--model {model}",
+            expected="the folder of a transformers model",
+            hint="model.save_pretrained(folder)",
+        )
+    if target_world is None and -1 in settings[1].mesh.dims.values():
+        raise ConfigError(
+            f"the number of processes of {target} is unknown",
+            given=f"mesh.dims with a size of -1 in {target}",
+            expected="their number, or a size for each dim",
+            hint="--target-world-size N, or --target-set mesh.dims.DIM=N",
+        )
     described = _model(settings[0], model)
     worlds = world_of(settings[0], world), world_of(settings[1], target_world)
     sides = [
@@ -187,7 +201,7 @@ def _dtype(name: str) -> Any:
         raise ConfigError(
             f"{name!r} is not a floating-point dtype",
             given=f"--cast {name}",
-            expected="a dtype of torch",
+            expected="a floating-point dtype of torch",
             hint="--cast bfloat16",
         )
     return dtype

@@ -11,6 +11,7 @@ from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, Tra
 from meshcomm.config.write import plain
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.rank import Passes, alone, pretended_world
+from meshcomm.errors import ConfigError
 from meshcomm.layout import Layout
 from meshcomm.mesh.opening import init
 from meshcomm.models import model_of
@@ -75,12 +76,21 @@ def _training(settings: Config, world: int, model: dict[str, Any], like: Config)
         section = getattr(settings, name) or getattr(like, name)
         values.update({} if section is None else plain(section.model_dump(exclude_unset=True)))
     parallel = settings.parallel or ParallelConfig(**_usual_roles(settings))
+    sizes = {**settings.mesh.sizes(world, settings.source)}
     if settings.train is None:
-        sizes = {**settings.mesh.sizes(world, settings.source)}
         batches = parallel.copies(sizes) * (1 if settings.parallel is None else 2 * parallel.stages(sizes))
         train["global_batch_size"] = batches * train["micro_batch_size"]
     sections = Sections(parallel, ModelConfig(**model), DataConfig(**data), TrainConfig(**train))
     if settings.parallel is None:
+        for name in ("num_heads", "num_kv_heads"):
+            number, dim = getattr(sections.model, name), parallel.tensor
+            if number is not None and dim is not None and number % sizes[dim]:
+                raise ConfigError(
+                    f'the heads cannot be split along "{dim}": {name} is not divisible',
+                    given=f"{name} = {number}, {dim} = {sizes[dim]} in {settings.source}",
+                    expected=f"a size of {dim} that divides {number}",
+                    hint=f'fewer ranks along {dim}; link.transfer can repeat heads, as in "n/{dim}:{number} k"',
+                )
         # A training has no dims along which all ranks do the same, but a mesh has.
         return settings.model_copy(update=dict.fromkeys(sections._fields)), sections
     return settings.model_copy(update=sections._asdict()).resolved(world), sections

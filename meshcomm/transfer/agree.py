@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import product
+from functools import cache
 from math import prod
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from meshcomm.comm.codec import decode, encode
-from meshcomm.errors import LayoutError, MeshcommError
+from meshcomm.errors import LayoutError, MeshcommError, TransferMismatch
 from meshcomm.layout import Layout
+from meshcomm.layout.names import listed
 from meshcomm.transfer.placement import Placement, axes_of, placements_of
 from meshcomm.transfer.plan import Entry, located
 from meshcomm.transfer.sides import BOTH, SideName, Sides, by_value
@@ -59,10 +60,7 @@ class TensorFacts(NamedTuple):
 def agree_on_tensor(sides: Sides, mine: TensorFacts) -> tuple[Entry, torch.dtype]:
     """Return the entry for one tensor. Called by: every rank of the link. Raises TransferMismatch on every rank."""
     facts = [TensorFacts(*plain) for plain in sides.of_all([*mine])]
-    reasons = by_value([tuple(fact.problems) for fact in facts])
-    problems = [
-        f"{sides.ranks(numbers)}: {problem}" for reason, numbers in reasons.items() for problem in reason
-    ]
+    problems = _of_ranks(sides, [fact.problems for fact in facts])
     if not problems:
         problems += sides.differences("the pattern", [fact.pattern for fact in facts])
         problems += sides.differences("sizes", [sorted(fact.sizes.items()) for fact in facts])
@@ -88,6 +86,12 @@ def agree_on_tensor(sides: Sides, mine: TensorFacts) -> tuple[Entry, torch.dtype
     if problems:
         raise sides.refuse("the two sides of a transfer do not fit together", problems, _HINTS["tensor"])
     return entry, dtypes["source"]
+
+
+def _of_ranks(sides: Sides, problems: Sequence[Sequence[str]]) -> list[str]:
+    """Return the problems of ranks, by their coord along `link`, as text that names the ranks."""
+    reasons = by_value([tuple(of_rank) for of_rank in problems])
+    return [f"{sides.ranks(numbers)}: {problem}" for reason, numbers in reasons.items() for problem in reason]
 
 
 def _placement(
@@ -150,22 +154,85 @@ def _full_shape(text: str, layout: Layout, parts: Sequence[Part]) -> tuple[int, 
 class Row(NamedTuple):
     """A tensor of a model on one rank.
 
-    tied: the first name of the tensors that share its memory. problem: why it cannot be sent, or "".
+    tied: the first name of the tensors that have the same memory. problem: why it cannot be sent, or "". overlaps: earlier tensors
+    with which it shares memory in another way, and in which way.
     """
 
     name: str
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     placement: Any
     tied: str
     problem: str = ""
+    overlaps: Sequence[Sequence[str]] = ()
 
 
 class Options(NamedTuple):
-    """What a side chooses in `Link.weights`. only, skip: patterns of names. cast: the dtype that the source sends."""
+    """What a rank chooses in `Link.weights`, as plain data. only, skip: patterns of names. cast: the dtype that the source sends.
+
+    problems: why this rank cannot take part.
+    """
 
     only: tuple[str, ...] | None
     skip: tuple[str, ...]
     cast: torch.dtype | None
+    staging: str
+    atomic: str
+    problems: list[str]
+
+    @classmethod
+    def checked(cls, only: Any, skip: Any, cast: Any, problems: Sequence[str], **choices: Any) -> Options:
+        """Return the options as a caller has given them. choices: staging and atomic."""
+        problems = [*problems]
+        for name, choice in choices.items():
+            if choice not in _CHOICES[name]:
+                problems.append(f"{name}={choice!r}, which is neither {' nor '.join(_CHOICES[name])}")
+                choices[name] = ""
+        if cast is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
+            problems.append(f"cast={cast!r}, which is no dtype of floating-point numbers")
+            cast = None
+        only, skip = (_patterns(name, given, problems) for name, given in (("only", only), ("skip", skip)))
+        return cls(only, skip or (), cast, problems=problems, **choices)
+
+
+def _patterns(name: str, given: Any, problems: list[str]) -> tuple[str, ...] | None:
+    """Return patterns of names in an order that all ranks have, of a set, too. One text is one pattern."""
+    if given is None:
+        return None
+    listed = [*given] if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    problems += [
+        f"{name}= has {pattern!r}, which is no pattern of names"
+        for pattern in listed
+        if not isinstance(pattern, str)
+    ]
+    return tuple(sorted({pattern for pattern in listed if isinstance(pattern, str)}))
+
+
+class Choice(NamedTuple):
+    """The tensors that both sides choose. only, skip: of each side. cast: of the source."""
+
+    only: list[tuple[str, ...] | None]
+    skip: list[tuple[str, ...]]
+    cast: torch.dtype | None
+
+    def has(self, name: str) -> bool:
+        return all(only is None or _matches(name, only) for only in self.only) and not any(
+            _matches(name, skip) for skip in self.skip
+        )
+
+    def unused(self, names: Collection[str]) -> list[list[str]]:
+        """Return the patterns of each side that no name matches."""
+        return [
+            [
+                pattern
+                for pattern in (*(only or ()), *skip)
+                if not any(fnmatchcase(name, pattern) for name in names)
+            ]
+            for only, skip in zip(self.only, self.skip, strict=True)
+        ]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class Agreement(NamedTuple):
@@ -179,44 +246,70 @@ class Agreement(NamedTuple):
     dtypes: list[torch.dtype]
 
 
+def agree_on_options(sides: Sides, mine: Options, settings: Mapping[str, Any]) -> Choice:
+    """Return what both sides choose. Called by: every rank of the link. Raises TransferMismatch on every rank.
+
+    mine: only and skip are equal on the ranks of each side, cast on those of the source, staging and atomic on all. settings: of
+    the link.
+    """
+    sides.meet("link.weights()")
+    records = sides.of_all([[*mine], dict(settings)])
+    given = [Options(*record[0]) for record in records]
+    problems = _of_ranks(sides, [options.problems for options in given])
+    for name in settings:
+        problems += sides.differences(name, [record[1][name] for record in records])
+    for name in _CHOICES if not problems else ():
+        problems += sides.differences(name, [getattr(options, name) for options in given])
+    of_sides = {side: [given[number] for number in sides.numbers(side)] for side in BOTH}
+    for side in BOTH if not problems else ():
+        for name in ("only", "skip", "cast") if side == "source" else ("only", "skip"):
+            problems += sides.differences(
+                f"{name}=", [getattr(options, name) for options in of_sides[side]], side
+            )
+    source, target = (of_sides[side][0] for side in BOTH)
+    other = [at for at, options in enumerate(of_sides["target"]) if options.cast not in (None, source.cast)]
+    if other and not problems:
+        where = sides.ranks_of("target", other)
+        problems.append(
+            f"cast={of_sides['target'][other[0]].cast} on {where}, but {source.cast} on the source, which converts"
+        )
+    if problems:
+        raise _unfit(sides, problems)
+    return Choice([source.only, target.only], [source.skip, target.skip], source.cast)
+
+
 def agree_on_weights(
-    sides: Sides, mine: Mapping[SideName, Sequence[Row]], options: Options, settings: Mapping[str, Any]
+    sides: Sides, mine: Mapping[SideName, Sequence[Row]], choice: Choice, names: Collection[str]
 ) -> Agreement:
     """Return the tensors that both sides transfer. Called by: every rank of the link.
 
-    mine: this rank's rows on each side that it is on. Equal rows of several ranks are sent once. options: equal on the ranks of
-    each side. settings: equal on all ranks. Raises TransferMismatch on every rank.
+    mine: this rank's rows on each side that it is on, of chosen tensors. Equal rows of several ranks are sent once. names: of all
+    tensors of this rank. Raises TransferMismatch on every rank.
     """
-    sides.meet("link.weights()")
     encoded = {side: encode([[*row] for row in rows]) for side, rows in mine.items()}
     heads = {side: tuple(head_of(rows, encoded[side])) for side, rows in mine.items()}
-    records = sides.of_all([heads, [*options], dict(settings)])
-    problems = [
-        text for name in settings for text in sides.differences(name, [record[2][name] for record in records])
-    ]
-    for name, choices in _CHOICES.items():
-        if records[0][2][name] not in choices:
-            problems.append(f"{name}={records[0][2][name]!r}, which is neither {' nor '.join(choices)}")
-    chosen: dict[SideName, Options] = {}
-    rows: dict[SideName, list[_Shared]] = {}
+    records = sides.of_all([heads, choice.unused(names)])
+    problems: list[str] = []
+    for number, side in enumerate(BOTH):
+        unused = [record[1][number] for record in records]
+        problems += [
+            f"no tensor is named {pattern!r}, in only= or skip= of the {side}"
+            for pattern in unused[0]
+            if all(pattern in of_rank for of_rank in unused)
+        ]
+    tensors = {}
     for side in BOTH:
-        of_side = [records[number] for number in sides.numbers(side)]
-        given = [Options(*record[1]) for record in of_side]
-        for name in ("only", "skip", "cast") if side == "source" else ("only", "skip"):
-            problems += sides.differences(f"{name}=", [getattr(each, name) for each in given], side)
-        chosen[side] = given[0]
-        rows[side] = _received(sides, side, [_Head(*record[0][side]) for record in of_side], encoded)
-    cast = chosen["source"].cast
-    if cast is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
-        problems.append(f"cast={cast!r} of the source, which is no dtype of floating-point numbers")
-    tensors = {side: _of_side(sides, side, rows[side], problems) for side in BOTH}
+        of_side = [_Head(*records[number][0][side]) for number in sides.numbers(side)]
+        tensors[side] = _of_side(sides, side, _received(sides, side, of_side, encoded), problems)
     if not problems:
-        entries = _matched(chosen, tensors, problems)
+        agreement = _matched(choice.cast, tensors["source"], tensors["target"], problems)
     if problems:
-        raise sides.refuse(
-            "the two sides of a link's weights do not fit together", problems, _HINTS["weights"]
-        )
-    return entries
+        raise _unfit(sides, problems)
+    return agreement
+
+
+def _unfit(sides: Sides, problems: Sequence[str]) -> TransferMismatch:
+    return sides.refuse("the two sides of a link's weights do not fit together", problems, _HINTS["weights"])
 
 
 def agree_on_source(sides: Sides, mine: Sequence[Row]) -> dict[str, tuple[torch.dtype, Placement]]:
@@ -231,7 +324,11 @@ def agree_on_source(sides: Sides, mine: Sequence[Row]) -> dict[str, tuple[torch.
     if problems:
         hint = "ranks that have a tensor of the same name have parts of the same tensor"
         raise sides.refuse("the ranks of a mesh have tensors that do not fit together", problems, hint)
-    return {name: (tensor.row.dtype, tensor.placement) for name, tensor in tensors.items()}
+    return {
+        name: (tensor.row.dtype, tensor.placement)
+        for name, tensor in tensors.items()
+        if tensor.row.dtype is not None
+    }
 
 
 class _Head(NamedTuple):
@@ -269,59 +366,71 @@ def _received(
 
 
 class _Tensor(NamedTuple):
-    """A tensor of one side: the row on all its ranks, and the placement with the coords of these ranks."""
+    """A tensor of one side: the row on all its ranks, the placement with the coords of these ranks, and the side as text, with these
+    ranks if they are not all.
+    """
 
     row: Row
     placement: Placement
+    where: str
 
 
 def _of_side(
     sides: Sides, side: SideName, received: Sequence[_Shared], problems: list[str]
 ) -> dict[str, _Tensor]:
     """Return a side's tensors by name, in the order in which its ranks have them; add what its ranks differ in to `problems`."""
-    # By name and by what is said about the tensor, the numbers of the manifests that say it.
-    rows: dict[str, dict[Row, list[int]]] = {}
+    # By name, what is said about the tensor, each with the numbers of the rows that say it.
+    rows: dict[str, list[tuple[Row, list[int]]]] = {}
     for number, (of_ranks, _) in enumerate(received):
         for row in of_ranks:
-            key = row._replace(placement=repr(row.placement))
-            rows.setdefault(row.name, {}).setdefault(key, []).append(number)
+            variants = rows.setdefault(row.name, [])
+            same = next((numbers for other, numbers in variants if other == row), None)
+            if same is None:
+                variants.append((row, [number]))
+            else:
+                same.append(number)
     layout = sides.layout(side)
-    # Most tensors are on the same ranks as others.
-    places: dict[tuple[int, ...], list[_At]] = {}
 
     def positions_of(numbers: Iterable[int]) -> list[int]:
         return [at for number in numbers for at in received[number][1]]
 
-    by_name = {row.name: row for of_ranks, _ in received for row in of_ranks}
+    @cache
+    def held_by(numbers: tuple[int, ...]) -> tuple[str, list[_At]]:
+        """Return ranks as text, and their places. Most tensors are on the same ranks as others."""
+        positions = positions_of(numbers)
+        is_whole = len(positions) == layout.world_size
+        where = f"the {side}" if is_whole else sides.ranks_of(side, positions)
+        return where, _places_of(layout, positions)
+
     tensors = {}
     for name, variants in rows.items():
-        row = by_name[name]
         if len(variants) > 1:
-            listed = (
-                f"{_text(by_rank)} on {sides.ranks_of(side, positions_of(numbers))}"
-                for by_rank, numbers in variants.items()
+            texts = (
+                f"{_text(row)} on {sides.ranks_of(side, positions_of(numbers))}" for row, numbers in variants
             )
-            problems.append(f"{name} differs among the ranks of the {side}: {'; '.join(listed)}")
+            problems.append(f"{name} differs among the ranks of the {side}: {'; '.join(texts)}")
             continue
+        ((row, numbers),) = variants
+        where, places = held_by(tuple(numbers))
         if row.problem:
-            problems.append(f"{name} of the {side}: {row.problem}")
+            problems.append(f"{name} of {where}: {row.problem}")
             continue
-        numbers = tuple(*variants.values())
-        if numbers not in places:
-            places[numbers] = _places_of(layout, positions_of(numbers))
         placement = Placement.of_facts(row.placement)
-        at = _held_at(layout, places[numbers], placement)
+        at = _held_at(layout, places, placement)
         if at is None:
-            ranks = sides.ranks_of(side, positions_of(numbers))
-            problems.append(f"{name} has gaps: {ranks} have it, and no dims tell which parts are missing")
+            problems.append(f"{name} has gaps: {where} have it, and no dims tell which parts are missing")
             continue
-        tensors[name] = _Tensor(row, Placement(placement.axes, at))
+        tensors[name] = _Tensor(row, Placement(placement.axes, at), where)
     return tensors
 
 
 def _text(row: Row) -> str:
+    if row.problem:
+        return row.problem
+    placement = Placement.of_facts(row.placement)
     tied = f", tied to {row.tied}" if row.tied != row.name else ""
-    return f"{row.dtype}, {row.placement}{tied}{row.problem and ', ' + row.problem}"
+    shared = f", in the memory of {row.overlaps[0][0]}" if row.overlaps else ""
+    return f"{row.dtype} of shape {placement.shape}, split as {str(placement) or 'a scalar'}{tied}{shared}"
 
 
 _At: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -357,38 +466,28 @@ def _held_at(layout: Layout, places: Sequence[_At], placement: Placement) -> _At
 
 
 def _matched(
-    options: Mapping[SideName, Options],
-    tensors: Mapping[SideName, dict[str, _Tensor]],
+    cast: torch.dtype | None,
+    source: Mapping[str, _Tensor],
+    target: Mapping[str, _Tensor],
     problems: list[str],
 ) -> Agreement:
-    filters, cast = [options[side][:2] for side in BOTH], options["source"].cast
-
-    def chosen(name: str) -> bool:
-        return all(
-            (only is None or any(fnmatchcase(name, pattern) for pattern in only))
-            and not any(fnmatchcase(name, pattern) for pattern in skip)
-            for only, skip in filters
-        )
-
-    source, target = (
-        {name: tensor for name, tensor in tensors[side].items() if chosen(name)} for side in BOTH
-    )
     problems += [
-        f"{name} of the target is missing in the source"
+        f"{name} of {wanted.where} is missing in the source"
         for name, wanted in target.items()
         # A name that shares memory with another one gets that one's values. A folder may have only one of the two.
         if name not in source and (wanted.row.tied == name or wanted.row.tied not in source)
     ]
-    problems += [f"{name} of the source is missing in the target" for name in source if name not in target]
-    for (only, skip), side in product(filters, BOTH):
-        for pattern in (*(only or ()), *skip):
-            if not any(fnmatchcase(name, pattern) for name in {**tensors["source"], **tensors["target"]}):
-                problems.append(f"no tensor is named {pattern!r}, in only= or skip= of the {side}")
-    entries = Agreement([], [])
+    problems += [
+        f"{name} of {given.where} is missing in the target"
+        for name, given in source.items()
+        if name not in target
+    ]
+    agreement = Agreement([], [])
     for name, given in source.items():
         if name not in target:
             continue
         wanted = target[name]
+        assert given.row.dtype is not None
         dtype = cast if cast is not None and given.row.dtype.is_floating_point else given.row.dtype
         if given.placement.shape != wanted.placement.shape:
             problems.append(
@@ -398,13 +497,19 @@ def _matched(
             text = f"{dtype} of cast={cast}" if dtype != given.row.dtype else f"{dtype} of the source"
             problems.append(f"{name} has the dtype {text}, but {wanted.row.dtype} in the target")
         # Names that share memory in the target need equal values.
-        if wanted.row.tied != name and wanted.row.tied in target:
+        is_whole = not given.placement.splits and not wanted.placement.splits
+        if wanted.row.overlaps and not (is_whole and wanted.row.overlaps == given.row.overlaps):
+            others = listed([other for other, _ in wanted.row.overlaps])
+            problems.append(
+                f"{name} shares memory with {others} in the target, but not in the same way in the source"
+            )
+        if wanted.row.tied != name:
             first = source.get(wanted.row.tied)
             if first is not None and first.row.tied != given.row.tied:
                 problems.append(f"{name} is tied to {wanted.row.tied} in the target, but not in the source")
             continue
-        entries.entries.append(Entry(name, dtype.itemsize, given.placement, wanted.placement))
-        entries.dtypes.append(dtype)
-    if not problems and not entries.entries:
+        agreement.entries.append(Entry(name, dtype.itemsize, given.placement, wanted.placement))
+        agreement.dtypes.append(dtype)
+    if not problems and not agreement.entries:
         problems.append("no tensor is left to transfer")
-    return entries
+    return agreement

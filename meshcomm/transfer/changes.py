@@ -9,7 +9,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from meshcomm.transfer.tensors import Parted, base_of, memory_of
@@ -23,13 +22,13 @@ _FACTOR: Final = 0x9E3779B97F4A7C15
 def mark_of(tensor: Tensor) -> tuple[object, ...]:
     """Return a value that differs once the tensor's elements on this rank have changed.
 
-    torch counts changes in place of ordinary tensors, except those through `.data`. It counts no change of an inference tensor
-    and, of DTensors, none by `torch._foreach_*`, as optimizers use them (torch 2.15). Of these, the values are hashed.
+    torch counts most changes in place, so that values which change back are seen, too. It does not count those of fused
+    optimizers, through `.data` and NumPy, of inference tensors, and of DTensors by `torch._foreach_*` (torch 2.15), so the values
+    are hashed as well.
     """
     memory = memory_of(tensor)
-    is_counted = not isinstance(tensor, DTensor) and not memory.is_inference()
     counts = tuple(-1 if counted.is_inference() else counted._version for counted in (tensor, memory))
-    return (*counts, None if is_counted else fingerprint(memory))
+    return (*counts, fingerprint(memory))
 
 
 def marks_of(tensors: Mapping[str, Parted]) -> dict[str, tuple[object, ...]]:
@@ -42,7 +41,7 @@ def marks_of(tensors: Mapping[str, Parted]) -> dict[str, tuple[object, ...]]:
 def fingerprint(memory: Tensor) -> int:
     """Return a hash of the bytes of a tensor, which reads them once, and allocates less than a megabyte."""
     total = memory.nbytes
-    for part in _contiguous(memory.detach()):
+    for part in _contiguous(memory.detach().resolve_conj().resolve_neg()):
         data = part.view(-1).view(torch.uint8)
         for run in _of_host(data) if data.device.type == "cpu" else _of_device(data):
             total = (total * _FACTOR + run) % (1 << 64)

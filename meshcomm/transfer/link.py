@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -12,24 +12,33 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshcomm.comm.checks import check_in_place, check_input, share_memory
+from meshcomm.comm.checks import check_in_place, share_memory
 from meshcomm.errors import (
     LaunchError,
     LayoutError,
     MeshcommError,
+    MeshMismatchError,
     ShapeError,
     UnsupportedOp,
 )
-from meshcomm.layout.sizes import fold, whole
+from meshcomm.layout.sizes import fold, ranks_text, whole
 from meshcomm.mesh import Mesh, init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.predict.links import nodes_of
-from meshcomm.transfer.agree import Options, Part, TensorFacts, agree_on_tensor, agree_on_weights
+from meshcomm.transfer.agree import (
+    Options,
+    Part,
+    TensorFacts,
+    agree_on_options,
+    agree_on_tensor,
+    agree_on_weights,
+)
 from meshcomm.transfer.placement import check_pattern
 from meshcomm.transfer.plan import BUCKET_BYTES, Ends, Plan, located
 from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
-from meshcomm.transfer.tensors import memory_of, placement_of, regions
+from meshcomm.transfer.tensors import checked_memory, placement_of, regions
+from meshcomm.watching.verdict import alike, majority
 
 if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats
@@ -38,6 +47,8 @@ if TYPE_CHECKING:
 
 # How many agreements a rank remembers. A call like a forgotten one agrees again.
 _MOST_AGREED = 1000
+# Within one job.
+_AFTER = "after a loss, mesh.elastic.reopen() and meshcomm.link(source, target) again"
 
 
 def link(
@@ -82,9 +93,17 @@ def link(
             given=f"bucket_bytes={bucket_bytes}",
             expected="1 or more bytes; some megabytes are fast",
         )
-    if target is not None:
-        for dim in stripes or ():
-            target.layout.digits(dim)
+    given: tuple[tuple[str, Any], ...] = (("source", source), ("target", target))
+    for of, end in given:
+        if end is not None and not isinstance(end, Mesh):
+            raise LayoutError(
+                f"the {of} of a link is a {type(end).__name__}",
+                given=repr(end),
+                expected="an open mesh",
+                hint="meshcomm.init(...)",
+            )
+    if stripes is not None:
+        stripes = _dims_of(stripes, target)
     if name is None and store is None and source is not None and target is not None:
         sides = _of_one_job(source, target, timeout_s)
         return Link(sides, stripes, bucket_bytes)
@@ -112,6 +131,17 @@ def link(
     return Link(reopen(), stripes, bucket_bytes, reopen)
 
 
+def _dims_of(stripes: Any, target: Mesh | None) -> tuple[str, ...]:
+    """Return dims of the target, of which one may be given as text."""
+    if isinstance(stripes, str) or not isinstance(stripes, Iterable):
+        stripes = (stripes,)
+    dims = tuple(stripes)
+    if target is not None:
+        for dim in dims:
+            target.layout.digits(dim)
+    return dims
+
+
 def _of_one_job(source: Mesh, target: Mesh, timeout_s: float | None) -> Sides:
     if source.device.type != target.device.type:
         raise LayoutError(
@@ -129,6 +159,17 @@ def _of_one_job(source: Mesh, target: Mesh, timeout_s: float | None) -> Sides:
         backend=defaults[0].backend,
         timeout_s=max(options.timeout_s for options in defaults) if timeout_s is None else timeout_s,
     )
+    if mesh.is_member:
+        texts = dict(zip(ranks, mesh.objects.all_gather(LINK, " -> ".join(map(repr, layouts))), strict=True))
+        if odd := majority(texts)[1]:
+            mesh.close()
+            raise MeshMismatchError(
+                "the ranks of a link connect different meshes",
+                given="\n".join(f"{texts[at[0]]} on {ranks_text(at)}" for at in alike(ranks, texts)),
+                expected="the same source and the same target on every rank",
+                hint="meshcomm.link(source, target), in this order on all ranks",
+                mismatched_ranks=tuple(odd),
+            )
     ends = Ends.of(*layouts, partial(nodes_of, mesh.topology))
     return Sides(mesh, ends, source if source.is_member else None, target if target.is_member else None)
 
@@ -155,6 +196,11 @@ class Link:
 
     def _connect(self, sides: Sides) -> None:
         self.mesh, self.is_member, self._sides = sides.mesh, sides.mesh.is_member, sides
+        if self._meet_again is None:
+            sides.use.hint = (
+                "the meshes of both sides remain open; meshcomm.link(source, target) again, if no rank is lost; "
+                + _AFTER
+            )
         self._stripes = sides.ends.levels(self._asked_stripes)
         # Compared with each first transfer.
         stripes = ["".join(map(str, splits)) for splits in self._stripes]
@@ -215,8 +261,8 @@ class Link:
         *,
         into: Model | None = None,
         cast: torch.dtype | None = None,
-        only: Sequence[str] | None = None,
-        skip: Sequence[str] = (),
+        only: str | Collection[str] | None = None,
+        skip: str | Collection[str] = (),
         staging: Staging = "whole",
         atomic: Atomic = "copy",
         on_commit: Callable[[int], object] | None = None,
@@ -224,11 +270,11 @@ class Link:
         """Agree on the tensors of a model, by name, and plan their transfer.
 
         model:     this rank's model: a module, whose parameters and persistent buffers are transferred, `Trainer.modules`, or tensors
-                   by name. A ModelSpec's module and a model of transformers have the names of their folder: an expert may have
+                   by name, as a dict. Entries that are not tensors have to be left out by skip. A ModelSpec's module and a model of transformers have the names of their folder: an expert may have
                    tensors of its own there. See `meshcomm.transfer.naming`.
-        into:      on a rank of both sides, the target's model; `model` is then the source's.
-        cast:      the dtype to which the source converts floating-point tensors before they are sent.
-        only, skip: patterns of names to transfer, and not to transfer. Those of both sides count.
+        into:      on a rank of both sides, the target's model; `model` is then the source's. Only there.
+        cast:      the dtype to which the source converts floating-point tensors before they are sent. The target may pass the same.
+        only, skip: patterns of names to transfer, and not to transfer, such as "*.bias". Those of both sides count.
         staging:   equal on all ranks. "whole": a version arrives in memory of its own, as large as this rank's parts, and the old one can be read in
                    the meantime. "buckets": a version is written in place, and the weights are torn until it is complete.
         atomic:    equal on all ranks. "copy": each copy of the model on the target has a version as a whole. "all": all copies together.
@@ -237,23 +283,36 @@ class Link:
         Called by: every rank of both sides.
         Raises:    TransferMismatch on every rank, which lists missing and extra names, shapes, dtypes, splits and ties.
         """
-        from meshcomm.transfer.weights import Weights
+        from meshcomm.transfer.weights import Weights, faults_of
 
         models: dict[SideName, Model] = {}
+        problems = []
+        on_both = all(self._sides.position(side) is not None for side in BOTH)
+        if on_both != (into is not None):
+            problems = (
+                ["on both sides: pass the target's model as into="]
+                if on_both
+                else ["passed into=, but is not on both sides"]
+            )
         for side in BOTH:
             if self._sides.position(side) is not None:
-                given = into if side == "target" and self._sides.source is not None else model
-                models[side] = {} if given is None else given
-        options = Options(None if only is None else tuple(only), tuple(skip), cast)
-        weights = Weights(models, options, staging, atomic, on_commit, lazy=WORLD.get() is not None)
+                given = into if side == "target" and on_both and into is not None else model
+                problems += [fault for fault in faults_of(given) if fault not in problems]
+                models[side] = given
+        commit: Any = on_commit
+        if commit is not None and not callable(commit):
+            problems.append(f"on_commit={commit!r}, which cannot be called")
+        options = Options.checked(only, skip, cast, problems, staging=staging, atomic=atomic)
+        weights = Weights(models, options, on_commit, lazy=WORLD.get() is not None)
         self._agree(weights)
         self._weights.append(weights)
         return weights
 
     def _agree(self, weights: Weights) -> None:
         with self._sides.calling("the list of tensors"):
-            settings = {**self._settings, "staging": weights.staging, "atomic": weights.atomic}
-            agreement = agree_on_weights(self._sides, weights.rows(self._sides), weights.options, settings)
+            choice = agree_on_options(self._sides, weights.options, self._settings)
+            rows, names = weights.rows(self._sides, choice)
+            agreement = agree_on_weights(self._sides, rows, choice, names)
             self._count += 1
             weights.connect(self._sides, self._plan(agreement.entries), agreement, self._count)
 
@@ -270,7 +329,7 @@ class Link:
                 "a link within one job cannot be reopened",
                 given=repr(self),
                 expected="two jobs, of which one can start again: link(source=mesh, name=..., store=...)",
-                hint="after mesh.elastic.reopen(), meshcomm.link(source, target) again",
+                hint=_AFTER,
             )
         with suppress(MeshcommError):
             self.close()
@@ -326,13 +385,9 @@ class Link:
                 expected="a DTensor without a pattern, or its to_local() with one",
             )
         kinds = (self.mesh.device.type,)
-        held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if isinstance(held, Tensor):
-            if name == "out":
-                check_in_place(tensor, partial(str, f"link.transfer into {name}"), "")
-            held = held.detach()
-        check_input(held, kinds, partial(str, f"link.transfer of {name}"), None, written=name == "out")
-        return memory_of(tensor)
+        if isinstance(tensor, Tensor) and name == "out":
+            check_in_place(tensor, partial(str, f"link.transfer into {name}"), "")
+        return checked_memory(tensor, partial(str, f"link.transfer of {name}"), kinds, written=name == "out")
 
     def _agreed_on(self, mine: TensorFacts) -> tuple[Plan, Schedule, torch.dtype]:
         """Return the plan for a tensor. Calls like an earlier one of all ranks need only compare its number."""

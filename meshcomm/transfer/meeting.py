@@ -154,9 +154,7 @@ def meet(
     nodes = nodes_of(link.topology, np.arange(link.world_size))
     ends = Ends(layouts["source"], layouts["target"], of_source, of_target, nodes)
     own = {side: mesh}
-    return Sides(
-        link, ends, own.get("source"), own.get("target"), host=_host(link, places, name, served)
-    )
+    return Sides(link, ends, own.get("source"), own.get("target"), host=_host(link, places, name, served))
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshcomm.transfer.fused import unfused
+from meshcomm.transfer.fused import Kept, unfused
 from meshcomm.transfer.placement import Box
-from meshcomm.transfer.tensors import Cut, Cutout, Parted, Region
+from meshcomm.transfer.tensors import Cut, Cutout, Region
 
 Naming: TypeAlias = Callable[[str, Tensor], Mapping[str, Tensor]]
 """The tensors, by name, that store a parameter of this name and value, also if the value has no memory."""
@@ -28,8 +28,9 @@ Naming: TypeAlias = Callable[[str, Tensor], Mapping[str, Tensor]]
 _CUTS: Final[WeakKeyDictionary[nn.Module, dict[Any, dict[str, Cut] | None]]] = WeakKeyDictionary()
 
 
-def stored_parts(model: nn.Module) -> dict[str, Parted]:
-    """Return this rank's parts of the tensors of a model, by their names in the model's folder.
+def stored_parts(model: nn.Module) -> dict[str, Any]:
+    """Return this rank's parts of the tensors of a model, by their names in the model's folder, as `Parted`, and whatever else
+    its state dict has.
 
     These are the parameters and persistent buffers. A stage of a ModelSpec and a model of transformers have the names of their
     folder, in which each expert may have tensors of its own, and all other modules their own names. A parameter from which a
@@ -40,12 +41,16 @@ def stored_parts(model: nn.Module) -> dict[str, Parted]:
         return {name: part for stage in model for name, part in stored_parts(stage).items()}
     state = model.state_dict(keep_vars=True)
     naming: Naming | None = getattr(model, "meshcomm_stored", None) or _of_transformers(model)
-    own = unfused({name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}, model)
+    # torch.compile puts a module around the model.
+    own = {name.replace("_orig_mod.", ""): tensor for name, tensor in unfused(state, model).items()}
     if naming is None:
-        return dict(own)
-    parts: dict[str, Parted] = {}
+        return own
+    parts: dict[str, Any] = {}
     known = _CUTS.setdefault(model, {})
     for name, tensor in own.items():
+        if not isinstance(tensor, Tensor | Kept):
+            parts[name] = tensor
+            continue
         shape = tuple(tensor.shape)
         cuts = known[name, shape] = (
             known[name, shape] if (name, shape) in known else cuts_of(naming, name, shape)

@@ -40,12 +40,14 @@ class Readers:
                 self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise UnsupportedOp if this thread reads, and would wait for itself if it wrote."""
-        if get_ident() in self._reading:
+        """Raise UnsupportedOp if this thread reads or writes, and would wait for itself if it wrote."""
+        me = get_ident()
+        if me in self._reading or self._writer == me:
+            where = "on_commit" if self._writer == me else "reading()"
             raise UnsupportedOp(
-                "pull() inside reading(), in the same thread, would wait for itself",
-                given="weights.pull() in a with weights.reading() block",
-                expected="pull() after the block",
+                f"pull() inside {where}, in the same thread, would wait for itself",
+                given=f"weights.pull() inside {where}",
+                expected=f"pull() after {where} has ended",
             )
 
     @contextmanager

@@ -25,6 +25,7 @@ from meshcomm.errors import (
     StoreError,
     TransferFailed,
     TransferMismatch,
+    UnsupportedOp,
 )
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import ranks_text
@@ -72,12 +73,15 @@ class Use:
 
     push:   the last push, which may be under way in a thread of its own.
     failed: the error after which this rank and the others may no longer be at the same call; None while they are.
+    is_busy: whether a call is under way. hint: what to do after a failure.
     """
 
     def __init__(self) -> None:
         self.lock = RLock()
         self.push: UnderWay | None = None
         self.failed: BaseException | None = None
+        self.is_busy = False
+        self.hint = "the meshes of both sides remain open; link.reopen() connects the ranks that are left"
 
 
 class Host(NamedTuple):
@@ -139,15 +143,23 @@ class Sides:
         if use.push is not None and use.push is not by:
             use.push.settle()
         with use.lock:
+            if use.is_busy:  # the lock is this thread's already
+                raise UnsupportedOp(
+                    "a call on a link inside on_commit would wait for ranks that wait for this one",
+                    given="link.transfer, link.weights, push or pull in on_commit",
+                    expected="the call after pull() has returned",
+                )
             if use.failed is not None:
                 raise TransferFailed(
                     "the link cannot be used any more, because an earlier transfer failed",
                     given=str(use.failed) or type(use.failed).__name__,
                     expected="a link whose ranks have all made the same calls",
-                    hint="link.reopen() connects the ranks that are left; the meshes of both sides remain open",
+                    hint=self.use.hint,
                     version=getattr(use.failed, "version", None),
                     missing=use.failed.missing if isinstance(use.failed, TransferFailed) else (),
                 ) from use.failed
+            self.mesh._state.usable()
+            use.is_busy = True
             try:
                 try:
                     yield
@@ -163,6 +175,8 @@ class Sides:
                 with suppress(MeshcommError, RuntimeError):
                     self.mesh._state.close(compare=False)
                 raise
+            finally:
+                use.is_busy = False
 
     @cached_property
     def _positions(self) -> dict[SideName, dict[int, int]]:
@@ -274,7 +288,7 @@ class Sides:
             f"{what} was not transferred: {cause.what}",
             given=self._named(given),
             expected="every rank of both sides to take part to the end",
-            hint="the meshes of both sides remain open; link.reopen() connects the ranks that are left",
+            hint=self.use.hint,
             version=version,
             missing=tuple(
                 (side, self.layout(side).rank_of(position))

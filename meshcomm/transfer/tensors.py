@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshcomm.comm.checks import value_of
+from meshcomm.comm.checks import Where, check_input, value_of
 from meshcomm.errors import LayoutError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.transfer.fused import Kept
@@ -19,6 +19,8 @@ from meshcomm.transfer.placement import Axis, Box, Located, Placement, Section, 
 
 # Names of the axes of a tensor whose placement nobody wrote.
 _NAMES = "nkabcdefgh"
+# NumPy has 64 axes at most, and the pieces of a plan have two more than the tensor.
+_MOST_AXES: Final = 62
 
 
 def placement_of(tensor: Parted, layout: Layout, rank: int) -> Placement:
@@ -229,6 +231,30 @@ def base_of(tensor: Parted) -> Tensor:
     while not isinstance(tensor, Tensor):
         tensor = tensor.tensor
     return tensor
+
+
+def checked_memory(
+    tensor: Any, where: Where, kinds: tuple[str, ...] | None = None, *, written: bool
+) -> Tensor:
+    """Return this rank's memory for a tensor that enters a link, see `memory_of`.
+
+    kinds: types of devices, by default that of the tensor. written: whether the link writes to it.
+    Raises ShapeError and UnsupportedOp if it is no tensor that can be carried.
+    """
+    base = base_of(tensor) if isinstance(tensor, Kept | Cutout) else tensor
+    with torch.no_grad():
+        local = base.to_local() if isinstance(base, DTensor) else base
+    if kinds is None:
+        kinds = (local.device.type,) if isinstance(local, Tensor) and not local.is_meta else ()
+    check_input(local, kinds, where, None, written)
+    if local.ndim > _MOST_AXES:
+        raise ShapeError(
+            f"{where()} cannot carry a tensor of so many axes",
+            given=f"{local.ndim} axes",
+            expected=f"at most {_MOST_AXES} axes",
+            hint="x.flatten(...) of some axes",
+        )
+    return memory_of(tensor)
 
 
 def memory_of(tensor: Parted) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
+from operator import itemgetter
+from types import FunctionType
 from typing import Any, NoReturn, TypeAlias, final
 from weakref import WeakSet
 
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshcomm.comm.checks import check_input, share_memory
+from meshcomm.comm.checks import share_memory, span_of
 from meshcomm.errors import (
     CommunicationError,
     LayoutError,
@@ -31,10 +33,9 @@ from meshcomm.errors import (
 from meshcomm.layout.names import listed
 from meshcomm.layout.sizes import whole
 from meshcomm.mesh import Mesh
-from meshcomm.transfer.agree import Agreement, Atomic, Options, Row, Staging
+from meshcomm.transfer.agree import Agreement, Choice, Options, Row
 from meshcomm.transfer.changes import marks_of, places_of
 from meshcomm.transfer.decisions import Decisions
-from meshcomm.transfer.fused import Kept
 from meshcomm.transfer.naming import stored_parts
 from meshcomm.transfer.placement import rest
 from meshcomm.transfer.plan import Plan, located
@@ -46,33 +47,45 @@ from meshcomm.transfer.tensors import (
     Parted,
     Region,
     base_of,
+    checked_memory,
     memory_of,
     own_regions,
     placement_of,
     regions,
 )
 from meshcomm.transport.torch_private import await_at_exit
+from meshcomm.watching.callsite import users_frame
 
 Model: TypeAlias = nn.Module | Mapping[str, Parted]
 
 
-def tensors_of(model: Model) -> dict[str, Parted]:
-    """Return the tensors of a model by name: its parameters and persistent buffers, see `stored_parts`, or the entries of a dict."""
+def faults_of(model: object) -> list[str]:
+    """Return why an argument is no model."""
     if isinstance(model, nn.Module):
-        return stored_parts(model)
-    return {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor | Kept | Cutout)}
+        return []
+    if not isinstance(model, Mapping):
+        kind = "None" if model is None else f"a {type(model).__name__}"
+        return [
+            f"the model is {kind}; expected a module or a dict of tensors, as dict(model.named_parameters())"
+        ]
+    return [f"{name!r} is not the name of a tensor" for name in model if not isinstance(name, str)]
 
 
-def rows_of(tensors: Mapping[str, Parted], mesh: Mesh) -> list[Row]:
-    """Return what this rank of a mesh says about its tensors."""
+def entries_of(model: Model) -> dict[str, Any]:
+    """Return what a model has by name: its parameters and persistent buffers, see `stored_parts`, or the entries of a dict."""
+    return stored_parts(model) if isinstance(model, nn.Module) else dict(model)
+
+
+def rows_of(tensors: Mapping[str, Any], mesh: Mesh, written: bool = False) -> list[Row]:
+    """Return what this rank of a mesh says about its tensors. written: whether they are those of the target."""
     rows: list[Row] = []
     first_of: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        facts, tied, problem, memory = None, name, "", memory_of(tensor)
+        facts, tied, problem, dtype = None, name, "", None
         try:
             # Weights on another device than the link's pass through its buckets.
-            kinds = () if memory.is_meta else (memory.device.type,)
-            check_input(memory, kinds, partial(str, "link.weights()"), None)
+            memory = checked_memory(tensor, partial(str, "link.weights()"), written=written)
+            dtype = memory.dtype
             facts = placement_of(tensor, mesh.layout, mesh.rank).facts()
             # Different tensors without elements have no memory that tells them apart.
             own = (*memory.shape, *memory.stride()) if memory.numel() else id(base_of(tensor))
@@ -80,8 +93,31 @@ def rows_of(tensors: Mapping[str, Parted], mesh: Mesh) -> list[Row]:
             tied = first_of.setdefault((memory.data_ptr(), memory.storage_offset(), own, cut), name)
         except MeshcommError as error:
             problem = f"{error.what}: {error.given}"
-        rows.append(Row(name, memory.dtype, facts, tied, problem))
+        rows.append(Row(name, dtype, facts, tied, problem))
     return rows
+
+
+def _with_overlaps(rows: Sequence[Row], tensors: Mapping[str, Any]) -> list[Row]:
+    """Return rows that say with which earlier tensors each one shares memory, other than by a tie."""
+    spans = []
+    for number, row in enumerate(rows):
+        if not row.problem and row.tied == row.name:
+            held = [region.held for region in own_regions(tensors[row.name]) if region.held.numel()]
+            spans += [(*span_of(memory), number, memory) for memory in held]
+    overlaps: dict[int, list[tuple[str, str]]] = {}
+    earlier: list[tuple[int, int, int, Tensor]] = []
+    for span in sorted(spans, key=itemgetter(0)):
+        earlier = [other for other in earlier if other[1] > span[0]]
+        for other in earlier:
+            (number, memory), (before, room) = sorted((span[2:], other[2:]), key=itemgetter(0), reverse=True)
+            if number != before and share_memory(memory, room):
+                offset = (memory.data_ptr() - room.data_ptr()) / room.element_size()
+                dtypes = {memory.dtype, room.dtype}
+                shapes = [(tuple(held.shape), held.stride()) for held in (memory, room)]
+                way = f"{offset} {shapes} {[memory.dtype, room.dtype] if len(dtypes) > 1 else ''}"
+                overlaps.setdefault(number, []).append((rows[before].name, way))
+        earlier.append(span)
+    return [row._replace(overlaps=sorted(overlaps.get(number, ()))) for number, row in enumerate(rows)]
 
 
 @final
@@ -100,11 +136,17 @@ class Push:
         self._thread: threading.Thread | None = None
         self._stream: torch.Stream | None = None
         if not lazy:
+            # The thread's calls are shown at the line of the program that began the push.
+            frame = users_frame()
+            line: dict[str, Any] = {"co_filename": frame.f_code.co_filename, "co_firstlineno": frame.f_lineno}
+            call = FunctionType(
+                (lambda carry: carry()).__code__.replace(**line, co_name=frame.f_code.co_name), {}
+            )
             run, device = copy_context().run, weights._sides.mesh.device
             # On a GPU, the thread works on this one's stream: what has been queued there comes before the messages.
             self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
             self._thread = threading.Thread(
-                target=run, args=(self._carry_quietly,), name="meshcomm-push", daemon=True
+                target=run, args=(call, self._carry_quietly), name="meshcomm-push", daemon=True
             )
             _PUSHES.add(self)
             self._thread.start()
@@ -193,12 +235,10 @@ class Weights:
         self,
         models: Mapping[SideName, Model],
         options: Options,
-        staging: Staging,
-        atomic: Atomic,
         on_commit: Callable[[int], object] | None,
         lazy: bool,
     ) -> None:
-        self._models, self.options, self.staging, self.atomic = models, options, staging, atomic
+        self._models, self.options = models, options
         self._on_commit, self._lazy = on_commit, lazy
         self.version: int | None = None
         self._torn = "no version has arrived"
@@ -208,17 +248,30 @@ class Weights:
         self._copied: dict[int, Room] = {}
         self._before: dict[str, Any] = {}
 
-    def rows(self, sides: Sides) -> dict[SideName, list[Row]]:
-        """Return what this rank says about its tensors on each side that it is on."""
-        tensors = {side: tensors_of(model) for side, model in self._models.items()}
-        rows = {
-            side: rows_of(held, mesh)
-            for side, held in tensors.items()
-            if (mesh := sides.own(side)) is not None
-        }
-        if self.staging == "buckets" and len(rows) == 2:
+    def rows(self, sides: Sides, choice: Choice) -> tuple[dict[SideName, list[Row]], set[str]]:
+        """Return what this rank says about the chosen tensors on each side that it is on, and the names of all its tensors."""
+        names: set[str] = set()
+        tensors: dict[SideName, dict[str, Any]] = {}
+        rows: dict[SideName, list[Row]] = {}
+        for side, model in self._models.items():
+            mesh, entries = sides.own(side), entries_of(model)
+            assert mesh is not None
+            names.update(entries)
+            held = tensors[side] = {name: tensor for name, tensor in entries.items() if choice.has(name)}
+            of_side = _with_overlaps(rows_of(held, mesh, written=side == "target"), held)
+            again, usable = (
+                entries_of(model),
+                {row.name: held[row.name] for row in of_side if not row.problem},
+            )
+            first, second = places_of(usable), places_of({name: again[name] for name in usable})
+            computed = "it is computed anew each time that it is read, and has no memory of its own"
+            rows[side] = [
+                row if row.problem or first[row.name] == second[row.name] else row._replace(problem=computed)
+                for row in of_side
+            ]
+        if self.options.staging == "buckets" and len(rows) == 2:
             rows["target"] = _overlaps_named(rows, tensors)
-        return rows
+        return rows, names
 
     def connect(self, sides: Sides, plan: Plan, agreement: Agreement, number: int) -> None:
         """Use a link, on which all ranks have agreed on these tensors. number: of the agreement, among those on the link."""
@@ -232,17 +285,17 @@ class Weights:
             self._look(side)
             self._places[side] = places_of(self._tensors[side])
         self._sources, self._targets = self._rooms("source"), self._rooms("target")
-        self._spare = _spare(self._targets) if self.staging == "whole" else {}
+        self._spare = _spare(self._targets) if self.options.staging == "whole" else {}
         self._copied = {}
         self._schedule = Schedule(plan, sides)
         self._run = Run(self._schedule, self._sources, self._spare or self._targets)
         token = f"{sides.mesh._state.held.prefix}/{number}"
         self._timeout_s = sides.mesh.plan.defaults.timeout_s
-        self._decisions = Decisions(sides, token, self._copies(self.atomic), self._timeout_s)
+        self._decisions = Decisions(sides, token, self._copies(self.options.atomic), self._timeout_s)
 
     def _look(self, side: SideName) -> str:
         """Read the tensors of this rank's model; return what is wrong if their memory is another than at first, or ""."""
-        every, names = tensors_of(self._models[side]), {*self.names}
+        every, names = entries_of(self._models[side]), {*self.names}
         tensors = self._tensors[side] = {name: tensor for name, tensor in every.items() if name in names}
         if side not in self._places:
             return ""
@@ -262,7 +315,7 @@ class Weights:
                 rooms[number] = Room(regions(tensors[entry.name], where, position), dtype)
         return rooms
 
-    def _copies(self, atomic: Atomic) -> Any:
+    def _copies(self, atomic: str) -> Any:
         """Return the number of the copy to which each position on the target belongs: copies have versions by themselves."""
         layout = self._sides.ends.target
         positions = np.arange(layout.world_size)
@@ -284,9 +337,10 @@ class Weights:
         `wait`; a change in between raises SourceChanged on all ranks of both sides. On a rank of both sides, `pull` carries the
         push out.
 
-        snapshot:  copy this rank's weights first, into memory of their size that is kept. They may then change at once. Needed
-                   for changes that torch does not count: those through `.data`.
-        Called by: every rank of the source, with the same version: an integer of 0 or more.
+        snapshot:  copy this rank's weights first, into memory of their size that is kept. They may then change at once. Otherwise
+                   they are read once more before and after, to see whether they change.
+        Called by: every rank of the source, with the same version: an integer of 0 or more, below 2**62. Another one raises
+                   TransferMismatch in `wait`, and in `pull` on the target.
         """
         if self._sides.source is None:
             raise UnsupportedOp(
@@ -295,19 +349,19 @@ class Weights:
                 expected="a rank of the source",
                 hint="pull() on ranks of the target",
             )
-        number = whole(version, "version")
-        if not 0 <= number < 1 << 62:
-            raise LayoutError(
-                "a version is not negative",
-                given=f"version {number}",
-                expected="an integer of 0 or more, such as the training step",
-            )
+        try:
+            number = whole(version, "version")
+        except LayoutError:
+            number = -1
         if (last := self._sides.use.push) is not None:
             last.end()
         if self._sides.use.failed is not None:
             with self._sides.calling(""):  # raises
                 pass
         problem = self._look("source")
+        if not 0 <= number < 1 << 62:
+            # Told to all ranks, because the target waits for it.
+            number, problem = -1, f"version {version!r}, which is no integer from 0 to 2**62 - 1"
         self._before = {}
         if snapshot:
             self._copied = self._copied or _spare(self._sources, wire=True)
@@ -361,6 +415,13 @@ class Weights:
 
         Waits while a version is being put into use. Raises WeightsTorn if none has arrived, or if the last one was interrupted.
         """
+        if self._sides.target is None:
+            raise UnsupportedOp(
+                "reading on a rank that is not on the target",
+                given=self._sides.label(self._sides.me),
+                expected="a rank of the target",
+                hint="the source's weights are its own: read them without reading()",
+            )
         with self._readers.reading():
             if self.version is None:
                 raise WeightsTorn(
@@ -376,7 +437,8 @@ class Weights:
     def _carry(self, push: Push | None) -> int:
         """Carry out a transfer on this rank, in whatever roles it has."""
         with self._sides.calling("a version", push):
-            version: int | None = None
+            # That of a push is known before the ranks agree on it.
+            version = None if push is None or push.version < 0 else push.version
             self._decisions.begin()
             try:
                 version = self._agreed(push)
@@ -392,6 +454,8 @@ class Weights:
                 self._abort(error, version)
             problem = None if self._sides.target is None else self._commit(version)
             problems = self._outcome(version, problem)
+        if problem is not None and not isinstance(problem, Exception):
+            raise problem
         if problems:
             # On all ranks, which remain at the same call.
             raise TransferFailed(
@@ -417,7 +481,9 @@ class Weights:
         labels = [self._sides.label(at) for at in range(len(told))]
         if is_wrong:
             raise self._sides.refuse(
-                "tensors have other memory than when weights() was called",
+                "a push has no valid version"
+                if any(text.startswith("version") for _, text in told)
+                else "tensors have other memory than when weights() was called",
                 [f"{text} on {label}" for (_, text), label in zip(told, labels, strict=True) if text],
                 "link.weights(...) again on all ranks, after load_state_dict(assign=True) and what else replaces tensors",
             )
@@ -428,7 +494,7 @@ class Weights:
         )
 
     def _move(self, version: int) -> None:
-        if self._sides.target is not None and self.staging == "buckets":
+        if self._sides.target is not None and self.options.staging == "buckets":
             with self._readers.writing(self._timeout_s):
                 if (cause := self._decisions.write()) is not None:
                     raise self._failure(cause, version)
@@ -455,7 +521,7 @@ class Weights:
                 names=tuple(names),
             )
 
-    def _commit(self, version: int) -> Exception | None:
+    def _commit(self, version: int) -> BaseException | None:
         """Use a version if all ranks of this copy have received theirs. Return the error of `on_commit`, if it raised one."""
         try:
             stack = ExitStack()
@@ -483,13 +549,10 @@ class Weights:
                 self._on_commit(version)
             except BaseException as error:
                 self._tear(f"on_commit of version {version} raised {_text(error)}")
-                if not isinstance(error, Exception):
-                    self._decisions.report(f"{_text(error)} on {self._sides.label(self._sides.me)}")
-                    raise
                 return error
         return None
 
-    def _outcome(self, version: int, problem: Exception | None) -> str:
+    def _outcome(self, version: int, problem: BaseException | None) -> str:
         """Wait until every copy has the version. Return what failed in `on_commit`, on any rank, or ""."""
         try:
             if self._sides.target is not None:
@@ -517,7 +580,7 @@ class Weights:
         """Let no rank use the version, and raise the error that says why: that of the first rank that failed."""
         cause = self._cause(error)
         first, is_written = self._decisions.abort(cause)
-        if is_written and self.staging == "buckets":
+        if is_written and self.options.staging == "buckets":
             self._tear(f"{cause.what}, when ranks of this copy may have begun to write the next version")
         if not isinstance(error, MeshcommError | TimeoutError):
             raise error

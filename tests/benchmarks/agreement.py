@@ -23,7 +23,7 @@ from meshcomm.comm.objects import Objects
 from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.show.units import seconds_text
-from meshcomm.transfer.agree import Agreement, Options, Row, agree_on_weights, head_of
+from meshcomm.transfer.agree import Agreement, Choice, Row, agree_on_weights, head_of
 from meshcomm.transfer.placement import Placement
 from meshcomm.transfer.plan import Ends, Plan, located
 from meshcomm.transfer.run import Room, Run, Schedule
@@ -32,13 +32,12 @@ from meshcomm.transfer.tensors import Region
 from tests.benchmarks.table import markdown
 from tests.transfer.models import FSDP_TP, LLAMA_405B, TP, llama, side
 
-_SETTINGS: Final[dict[str, Any]] = {
     "bucket_bytes": 64 << 20,
     "stripes": [],
     "atomic": "copy",
     "staging": "whole",
 }
-_OPTIONS: Final = Options(None, (), None)
+_CHOICE: Final = Choice([None, None], [(), ()], None)
 _SIDES: Final[tuple[SideName, SideName]] = ("source", "target")
 # How many ranks there are for each rank of tensor parallelism and stage on the source, and how many copies of the target.
 GROUPS: Final = (8, 32, 128)
@@ -186,7 +185,7 @@ def measured(groups: int, own: SideName) -> Figures:
     ):
         data = [encode([[*row] for row in rows]) for rows in manifests]
         heads = [
-            encode([{name: tuple(head_of(rows, sent))}, [*_OPTIONS], _SETTINGS])
+            encode([{name: tuple(head_of(rows, sent))}, [[], []]])
             for rows, sent in zip(manifests, data, strict=True)
         ]
         records += [heads[number] for number in numbers]
@@ -196,7 +195,7 @@ def measured(groups: int, own: SideName) -> Figures:
     sides = Sides(mesh, ends, mesh if own == "source" else None, mesh if own == "target" else None, LINK)
     mine = {own: case.manifests[_SIDES.index(own)][0]}
     times = [time.process_time()]
-    agreement = agree_on_weights(sides, mine, _OPTIONS, _SETTINGS)
+    agreement = agree_on_weights(sides, mine, _CHOICE, [row.name for row in mine[own]])
     times.append(time.process_time())
     schedule = Schedule(Plan(ends, agreement.entries), sides)
     everyone.device = torch.device("meta")

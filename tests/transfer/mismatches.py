@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -83,13 +84,21 @@ def _elsewhere(rank: Rank) -> DTensor:
     return DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0)], run_check=False)
 
 
+class _Packed(torch.nn.Linear):
+    """A layer with packed weights, as those of torch.ao.quantization: its state dict computes some entries."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}scale"] = torch.tensor(1.0)
+        destination[f"{prefix}packed"] = (1, 2)
+
+
 def _twice(rank: Rank) -> None:
     shapes = [(8, 4), (16, 4)]
     for shape in reversed(shapes) if rank.number == 6 else shapes:
         rank.transfer(shape=shape)
 
 
-def _pushed(version: Callable[[Rank], int]) -> Call:
+def _pushed(version: Callable[[Rank], Any]) -> Call:
     def call(rank: Rank) -> Any:
         weights = rank.weights({"w": torch.zeros(3)})
         return weights.push(version=version(rank)).wait() if rank.is_source else weights.pull()
@@ -109,7 +118,7 @@ def _transfer_against_pull(rank: Rank) -> Any:
     return weights.pull()
 
 
-_two = torch.zeros(3)
+_two, _six = torch.zeros(3), torch.zeros(6)
 W = {"w": torch.zeros(3)}
 
 # By name: the call, and the expressions that the text of the error on every rank contains.
@@ -171,13 +180,17 @@ MISMATCHES: dict[str, tuple[Call, tuple[str, ...]]] = {
     "transfer against pull": (_transfer_against_pull, (r"link.transfer\(\) on ranks 0 1 2 3", r"push\(\) or pull\(\) .* on ranks 4 5 6 7")),
     "other weights": (_other_weights, ("different calls", "number")),
     "versions": (_pushed(lambda rank: 1 + (rank.number == 2)), ("push different versions", "version 2 on rank 2 of the source")),
+    "a version below 0": (_pushed(lambda rank: -1), ("a push has no valid version", "version -1, which is no integer from 0 to")),
+    "a large version": (_pushed(lambda rank: 2**63 - 1 if rank.number == 1 else 1), (r"version 9223372036854775807, .* to 2\*\*62 - 1 on rank 1 of",)),
+    "a version as text": (_pushed(lambda rank: "1"), ("version '1', which is no integer",)),
+    "no version": (_pushed(lambda rank: None), ("version None, which is no integer",)),
     "a missing name": (holding(W, {**W, "v": _two}), ("v of the target is missing in the source",)),
     "an extra name": (holding({**W, "v": _two}, W), ("v of the source is missing in the target",)),
     "a name that only one rank lacks": (
         lambda rank: rank.weights(W if rank.number == 6 else {**W, "v": _two}), ("v has gaps: ranks 4 5 7 of the target have it",)),
     "a shape": (holding(W, {"w": torch.zeros(4)}), (r"w has the shape \(3,\) in the source, but \(4,\) in the target",)),
     "a shape on one rank": (lambda rank: rank.weights({"w": torch.zeros(3 + (rank.number == 1))}),
-        ("w differs among the ranks of the source", "on rank 1 of the source")),
+        (r"w differs among the ranks of the source: torch.float32 of shape \(3,\), split as n on ranks 0 2 3 of the source; .* of shape \(4,\)",)),
     "a dtype of weights": (holding(W, {"w": torch.zeros(3).half()}), ("w has the dtype torch.float32 of the source, but torch.float16",)),
     "a dtype of one rank's weights": (lambda rank: rank.weights({"w": torch.zeros(3, dtype=torch.half if rank.number == 7 else None)}),
         ("w differs among the ranks of the target", "on rank 7")),
@@ -195,12 +208,49 @@ MISMATCHES: dict[str, tuple[Call, tuple[str, ...]]] = {
         ("staging differs", "'whole' on ranks 0 1 2 3 of the source and ranks 4 6 7 of the target, 'buckets' on rank 5 of the target")),
     "an unknown staging": (lambda rank: rank.weights(W, staging="bucket"), ("staging='bucket', which is neither whole nor buckets",)),
     "an unknown atomic": (lambda rank: rank.weights(W, atomic="All"), ("atomic='All', which is neither copy nor all",)),
-    "cast to text": (lambda rank: rank.weights(W, cast="bfloat16"), ("cast='bfloat16' of the source, which is no dtype of floating-point numbers",)),
-    "cast to integers": (lambda rank: rank.weights(W, cast=torch.int8), ("cast=torch.int8 of the source, which is no dtype of floating",)),
+    "cast to text": (on(1, do=lambda rank: rank.weights(W, cast="bfloat16"), others=lambda rank: rank.weights(W)),
+        ("rank 1 of the source: cast='bfloat16', which is no dtype of floating-point numbers",)),
+    "cast to integers": (lambda rank: rank.weights(W, cast=torch.int8), ("cast=torch.int8, which is no dtype of floating",)),
+    "cast to a number": (lambda rank: rank.weights(W, cast=5), ("cast=5, which is no dtype of floating",)),
+    "cast on the target only": (lambda rank: rank.weights(W, cast=None if rank.is_source else torch.half),
+        ("cast=torch.float16 on ranks 4 5 6 7 of the target, but None on the source",)),
     "weights without memory": (lambda rank: rank.weights({"w": torch.zeros(3, device="meta" if rank.number == 1 else "cpu")}),
         ("w differs among the ranks of the source", r"cannot carry this tensor: .* on meta on rank 1 of the source")),
     "sparse weights": (lambda rank: rank.weights({"w": torch.zeros(3, 3).to_sparse() if rank.number > 3 else torch.zeros(3, 3)}),
         (r"w of the target: link.weights\(\) cannot carry this tensor",)),
+    "an expanded tensor of the target": (lambda rank: rank.weights({"w": torch.zeros(1).expand(3) if rank.number == 4 else torch.zeros(3)}),
+        ("w differs among the ranks of the target: .* some of its elements share memory: .* on rank 4 of the target",)),
+    "a target without memory": (holding(W, {"w": torch.zeros(3, device="meta")}), ("w of the target: .* cannot carry this tensor: .* on meta",)),
+    "a parameter without a shape": (lambda rank: rank.link.weights(torch.nn.LazyLinear(2)),
+        ("weight of the source: .* a UninitializedParameter, which has no shape yet",)),
+    "entries that are not tensors": (holding({**W, "n": np.ones(2), "f": 3.0}, {**W, "n": np.ones(2), "f": 3.0}),
+        (r"n of the source: link.weights\(\) was given a ndarray", "f of the target: .* was given a float")),
+    "a name that is no text": (lambda rank: rank.weights({1: torch.zeros(3)}), ("1 is not the name of a tensor",)),
+    "weights of 63 axes": (lambda rank: rank.weights({"w": torch.zeros((1,) * 63)}), ("w of the source: .* a tensor of so many axes: 63 axes",)),
+    "63 axes": (lambda rank: passing(lambda rank: torch.zeros((1,) * 63), None)(rank), ("ranks 0 1 2 3 of the source: .* of so many axes: 63 axes",)),
+    "packed weights": (lambda rank: rank.link.weights(_Packed(3, 4)),
+        ("packed of the source: .* was given a tuple", "scale of the target: it is computed anew")),
+    "memory that overlaps in the target": (holding({"q": torch.zeros(4), "k": torch.ones(4)}, {"q": _six[:4], "k": _six[2:]}),
+        ("k shares memory with q in the target, but not in the same way in the source",)),
+    "memory that overlaps otherwise in the source": (holding({"q": _six[:4], "k": _six[1:5]}, {"q": _six[:4], "k": _six[2:]}),
+        ("k shares memory with q in the target, but not in the same way",)),
+    "a tie of another shape in the target": (holding({"q": torch.zeros(6), "k": torch.ones(2, 3)}, {"q": _six, "k": _six.view(2, 3)}),
+        ("k shares memory with q in the target, but not in the same way in the source",)),
+    "a tie in the target to what is left out": (holding(*({**given, "a": _six} for given in (
+        {"b": torch.zeros(3), "c": torch.ones(3)}, {"b": _six[:3], "c": _six[:3]})), skip="a"), ("c is tied to b in the target",)),
+    "only= of a number": (lambda rank: rank.weights(W, only=[5] if rank.number == 6 else None), ("rank 6 of the target: only= has 5, which is no pattern",)),
+    "only= of a number alone": (lambda rank: rank.weights(W, only=5), ("only= has 5, which is no pattern",)),
+    "only= as text": (lambda rank: rank.weights(W, only="wx" if rank.is_source else None),
+        (r"given:    no tensor is named 'wx', in only= or skip= of the source\n  expected",)),
+    "on_commit that is no function": (lambda rank: rank.weights(W, on_commit=5 if rank.number == 5 else None),
+        ("rank 5 of the target: on_commit=5, which cannot be called",)),
+    "a list as a model": (lambda rank: rank.link.weights([torch.zeros(3)]), (r"the model is a list; expected a module or a dict",)),
+    "an iterator as a model": (lambda rank: rank.link.weights(torch.nn.Linear(2, 2).named_parameters()), (r"a generator; .* dict\(model.named_parameters",)),
+    "None as a model": (lambda rank: rank.link.weights(None if rank.number == 3 else W), ("rank 3 of the source: the model is None",)),
+    "into= on one side": (lambda rank: rank.link.weights(W, into=None if rank.is_source else W),
+        ("ranks 4 5 6 7 of the target: passed into=, but is not on both sides",)),
+    "an extra name on one rank": (lambda rank: rank.weights({**W, "z": _two} if rank.number in (4, 6) else W),
+        ("z of ranks 4 6 of the target is missing in the source",)),
     "no model": (lambda rank: rank.weights({} if rank.number == 2 else W), ("w has gaps|brought no model",)),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from meshcomm.errors import (
     LayoutError,
     MeshClosed,
     MeshcommError,
+    MeshMismatchError,
     TransferFailed,
     TransferMismatch,
     UnknownDim,
@@ -76,12 +78,21 @@ def test_a_setting_of_a_link_that_differs(setting: str) -> None:
     meshcomm.simulate(program, dims={"all": 8})
 
 
-@pytest.mark.parametrize("setting", [{"bucket_bytes": 0}, {"bucket_bytes": 1.5}, {"stripes": ["tp", "fsdp"]}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"bucket_bytes": 0},
+        {"bucket_bytes": 1.5},
+        {"stripes": ["tp", "fsdp"]},
+        {"stripes": "fsdp"},
+        {"stripes": 5},
+    ],
+)
 def test_a_setting_of_a_link_that_is_wrong(setting: dict[str, Any]) -> None:
     def program(mesh: Mesh) -> None:
         with (
             sides() as (source, target),
-            pytest.raises((LayoutError, UnknownDim), match=r"bucket_bytes|fsdp"),
+            pytest.raises((LayoutError, UnknownDim), match=r"bucket_bytes|fsdp|5"),
         ):
             meshcomm.link(source, target, **setting)
 
@@ -97,10 +108,69 @@ def test_a_closed_link() -> None:
             link.close()
             pulled = (lambda: weights.push(version=1).wait()) if rank.is_source else weights.pull
             for call in (rank.transfer, lambda: rank.weights(W), pulled):
-                with pytest.raises((MeshClosed, TransferFailed), match="closed"):
-                    call()
+                for _ in range(2):
+                    with pytest.raises(MeshClosed, match="closed"):
+                        call()
 
     meshcomm.simulate(program, dims={"all": 8})
+
+
+def test_other_meshes_on_some_ranks() -> None:
+    def program(mesh: Mesh) -> None:
+        with sides() as (source, target):
+            swapped = mesh.rank == 2
+            with pytest.raises(MeshMismatchError, match=r"-> Layout.* on rank 2\b") as caught:
+                meshcomm.link(*((target, source) if swapped else (source, target)))
+            assert caught.value.mismatched_ranks == (2,)
+            meshcomm.link(source, target).close()
+
+    meshcomm.simulate(program, dims={"all": 8})
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_is_no_mesh(which: int) -> None:
+    def program(mesh: Mesh) -> None:
+        with sides() as both:
+            for wrong in ("a", both[0].layout):
+                given: list[Any] = [*both]
+                given[which] = wrong
+                with pytest.raises(LayoutError, match=f"the {('source', 'target')[which]} of a link is a"):
+                    meshcomm.link(*given)
+
+    meshcomm.simulate(program, dims={"all": 8})
+
+
+def test_a_rank_of_both_sides_without_into() -> None:
+    def program(mesh: Mesh) -> None:
+        with (
+            meshcomm.link(mesh, mesh) as link,
+            pytest.raises(TransferMismatch, match=r"both sides: pass .* into="),
+        ):
+            link.weights(W)
+
+    meshcomm.simulate(program, dims={"all": 2})
+
+
+def test_the_hint_after_a_failure_works_within_one_job() -> None:
+    """A link of one job cannot be reopened."""
+
+    def program(mesh: Mesh) -> None:
+        with sides() as (source, target):
+            link = meshcomm.link(source, target)
+            rank = Rank(mesh.rank, source, link)
+            weights = rank.weights(W)
+            if rank.number == 7:
+                link.mesh._state.close(compare=False)
+                return
+            failed = (lambda: weights.push(version=2).wait()) if rank.is_source else weights.pull
+            for _ in range(2):
+                with pytest.raises(TransferFailed, match=r"meshcomm.link\(source, target\) again") as caught:
+                    failed()
+                assert "link.reopen" not in str(caught.value)
+                assert caught.value.version == (2 if rank.is_source else None)
+
+    with suppress(MeshcommError):
+        meshcomm.simulate(program, dims={"all": 8})
 
 
 def test_a_rank_that_skips_a_call() -> None:

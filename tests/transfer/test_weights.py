@@ -79,10 +79,10 @@ def is_equal(layer: nn.Module, other: nn.Module) -> bool:
 # -- changes of the source ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", ["foreach", "fused", ""])
 @pytest.mark.parametrize("is_split", [False, True], ids=["plain", "FSDP2"])
 @pytest.mark.parametrize("staging", ["whole", "buckets"])
-def test_a_step_during_a_push_is_an_error_on_every_rank(foreach: bool, is_split: bool, staging: Any) -> None:
+def test_a_step_during_a_push_is_an_error_on_every_rank(kind: str, is_split: bool, staging: Any) -> None:
     """Of every kind of optimizer, for plain parameters and for FSDP2's; the next push works, and old weights stay readable."""
 
     def program(source: Mesh, target: Mesh, link: Link) -> Any:
@@ -92,7 +92,13 @@ def test_a_step_during_a_push_is_an_error_on_every_rank(foreach: bool, is_split:
         weights = link.weights(layer, staging=staging)
         before = after = None
         if source.is_member:
-            optimizer = torch.optim.SGD(layer.parameters(), lr=0.5, momentum=0.9, foreach=foreach)
+            optimizer: torch.optim.Optimizer
+            if kind == "fused":
+                optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5, fused=True)
+            else:
+                optimizer = torch.optim.SGD(
+                    layer.parameters(), lr=0.5, momentum=0.9, foreach=kind == "foreach"
+                )
             weights.push(1).wait()
             layer(torch.ones(2, 5)).sum().backward()
             push = weights.push(2)
@@ -120,6 +126,28 @@ def test_a_step_during_a_push_is_an_error_on_every_rank(foreach: bool, is_split:
     assert {version for _, version, _ in results[2:]} == {1 if staging == "whole" else None}
     if is_split:
         assert all(torch.equal(x, results[3][2][name]) for name, x in results[0][2].items())
+
+
+@pytest.mark.parametrize("change", ["data", "numpy", "back"])
+def test_changes_that_torch_does_not_count(change: str) -> None:
+    """They are seen by the values. A change that is taken back is seen by torch's count."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = plain()
+        weights = link.weights(layer)
+        if not source.is_member:
+            return raised(weights.pull)
+        push = weights.push(1)
+        if change == "data":
+            layer.bias.data[0] = 9.0
+        elif change == "numpy":
+            layer.bias.detach().numpy()[0] = 9.0
+        else:
+            with torch.no_grad():
+                layer.bias.neg_().neg_()
+        return raised(push.wait)
+
+    assert all(isinstance(error, SourceChanged) and error.names == ("bias",) for error in simulated(program))
 
 
 def test_a_snapshot_may_change_at_once() -> None:
@@ -427,6 +455,50 @@ def test_an_error_of_on_commit_reaches_every_rank() -> None:
     assert {last for *_, last in results} == {2}
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_interrupt_in_on_commit(kind: type[BaseException]) -> None:
+    """It is raised where it was; the other ranks learn of it, and the next version arrives everywhere."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        def interrupted(version: int) -> None:
+            if version == 1 and target.rank == 3:
+                raise kind
+
+        weights = link.weights(plain(), on_commit=interrupted)
+        told = []
+        for version in (1, 2):
+            try:
+                _ = weights.push(version).wait() if source.is_member else weights.pull()
+                told.append("")
+            except BaseException as error:
+                told.append(type(error).__name__)
+        return told, weights.version
+
+    results = simulated(program)
+    assert results == [(["TransferFailed", ""], 2)] * 3 + [([kind.__name__, ""], 2)]
+
+
+@pytest.mark.parametrize("call", ["pull", "another pull", "transfer", "weights"])
+def test_calls_inside_on_commit_are_refused(call: str) -> None:
+    """All other ranks wait for this one's on_commit there."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        calls: dict[str, Callable[[], object]] = {
+            "pull": lambda: weights.pull(),
+            "another pull": lambda: others.pull(),
+            "transfer": lambda: link.transfer(None, torch.zeros(2), "n -> n"),
+            "weights": lambda: link.weights(plain()),
+        }
+        weights = link.weights(plain(), on_commit=lambda version: version == 1 and calls[call]())
+        others = link.weights(plain())
+        error = raised(lambda: weights.push(1).wait() if source.is_member else weights.pull())
+        weights.push(2).wait() if source.is_member else weights.pull()
+        return str(error)
+
+    for text in simulated(program):
+        assert "UnsupportedOp: " in text and "inside on_commit" in text
+
+
 def test_a_reader_waits_for_on_commit() -> None:
     def program(link: Link) -> None:
         order = []
@@ -586,10 +658,10 @@ def test_tied_weights_of_which_a_rank_has_no_element() -> None:
 def test_methods_of_the_other_side_are_refused() -> None:
     def program(source: Mesh, target: Mesh, link: Link) -> Any:
         weights: Weights = link.weights(plain())
-        error = raised(weights.pull if source.is_member else lambda: weights.push(1))
-        return type(error), source.is_member and raised(lambda: weights.push(-1)) is not None
+        calls = [weights.pull, lambda: ExitStack().enter_context(weights.reading())]
+        return [type(raised(call)) for call in (calls if source.is_member else [lambda: weights.push(1)])]
 
-    assert [kind for kind, _ in simulated(program)] == [UnsupportedOp] * 4
+    assert simulated(program) == [[UnsupportedOp] * 2] * 2 + [[UnsupportedOp]] * 2
 
 
 @pytest.mark.parametrize("staging", ["whole", "buckets"])
@@ -642,3 +714,12 @@ def test_versions_arrive_after_ranks_made_different_calls() -> None:
         return type(error).__name__, is_equal(layer, plain())
 
     assert simulated(program) == [("TransferMismatch", True)] * 4
+
+
+def test_a_compiled_module_has_the_names_of_its_module() -> None:
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = plain()
+        weights = link.weights(torch.compile(layer) if source.is_member else layer)
+        return weights.names
+
+    assert simulated(program) == [("weight", "bias")] * 4
