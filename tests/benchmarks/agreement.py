@@ -32,11 +32,6 @@ from meshcomm.transfer.tensors import Region
 from tests.benchmarks.table import markdown
 from tests.transfer.models import FSDP_TP, LLAMA_405B, TP, llama, side
 
-    "bucket_bytes": 64 << 20,
-    "stripes": [],
-    "atomic": "copy",
-    "staging": "whole",
-}
 _CHOICE: Final = Choice([None, None], [(), ()], None)
 _SIDES: Final[tuple[SideName, SideName]] = ("source", "target")
 # How many ranks there are for each rank of tensor parallelism and stage on the source, and how many copies of the target.
