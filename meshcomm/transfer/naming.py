@@ -42,7 +42,9 @@ def stored_parts(model: nn.Module) -> dict[str, Any]:
     state = model.state_dict(keep_vars=True)
     naming: Naming | None = getattr(model, "meshcomm_stored", None) or _of_transformers(model)
     # torch.compile puts a module around the model.
-    own = {name.replace("_orig_mod.", ""): tensor for name, tensor in unfused(state, model).items()}
+    own: dict[str, Any] = {
+        name.replace("_orig_mod.", ""): tensor for name, tensor in unfused(state, model).items()
+    }
     if naming is None:
         return own
     parts: dict[str, Any] = {}
