@@ -212,7 +212,9 @@ def _settle_at_exit() -> None:
     has_failed = getattr(sys, "last_value", None) is not None
     for push in list(_PUSHES):
         if has_failed and push._thread is not None:
-            # The targets may never pull.
+            # The targets may never pull. The push ends with its connections.
+            with suppress(MeshcommError, RuntimeError):
+                push._weights._sides.mesh._state.close(compare=False)
             await_at_exit(push._thread)
             continue
         push.settle()

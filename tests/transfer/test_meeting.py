@@ -212,4 +212,4 @@ def signed(place: Place, port: int) -> bytes:
 
 def test_values_are_signed_with_a_common_secret(pool: Pool, tmp_path: Path) -> None:
     found = values(run(pool, tmp_path, signed, free_port(), source=1, target=1))
-    assert all(re.match(rb"[0-9a-f]{34}\n[0-9a-f]{16} process", content) for content in found), found
+    assert all(re.match(rb'[0-9a-f]{34}\n{"meshcomm"', content) for content in found), found

@@ -19,8 +19,8 @@ from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl
 from meshcomm.testing.pool import Limits
+from meshcomm.transfer.agree import Staging
 from meshcomm.transfer.link import Link
-from meshcomm.transfer.weights import Staging
 from tests.transfer.pairs import poisoned, random_whole, same_bits
 
 SHAPES = {"large": (511, 257), "small": (7, 6)}
