@@ -78,6 +78,8 @@ def passes_played(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: next(played)
 
 
+# The schedule 1f1b and the interleaved one, tensor parallelism and sharding stand for the others.
+@pytest.mark.deep_cases("gpipe|kept gathered")
 @pytest.mark.parametrize("case", CASES)
 def test_a_replayed_step_is_the_step(case: str, passes_played: Callable[[], int]) -> None:
     dims, parallel, train = CASES[case]
