@@ -537,9 +537,8 @@ class _Stage:
         tied = facts.spec.tied or ()
         if facts.stage.count == 1 or name not in tied:
             return facts.spec.stored_tensors(name, value)
-        # Of a weight that the embedding and the head share, the last stage has a copy.
-        names = [*tied] if name == next(iter(tied)) else []
-        return {key: part for alias in names for key, part in facts.spec.stored_tensors(alias, value).items()}
+        # The first and the last stage have equal copies of a weight that the embedding and the head share, under both names.
+        return {key: part for alias in tied for key, part in facts.spec.stored_tensors(alias, value).items()}
 
     def forward(
         self, x: Any = None, samples: Tensor | None = None, documents: Tensor | None = None, **others: Any
