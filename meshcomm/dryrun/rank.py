@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, final
 
@@ -26,7 +26,7 @@ from meshcomm.config.mesh import DimOptions
 from meshcomm.config.section import Table
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger, LedgerMode, MemoryPart, Peak
-from meshcomm.dryrun.repeats import Irregular, Repeats
+from meshcomm.dryrun.repeats import Irregular, Repeats, Traffic
 from meshcomm.dryrun.torch_private import one_rank_of_torch
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
@@ -225,11 +225,14 @@ def counted_step(
             for module in engine.modules.modules():
                 names.module(module)
             names.optimizer(engine.optimizer)
-            replayed = Repeats(engine, ledger, passes).traffic if repeats else []
+            replayed: list[Traffic] = []
             earlier, before = mesh.stats(), ledger.now()
             ledger.restart()
             passes.restart()
-            engine.step(tokens, tokens, parts.train.lr, 2, documents)
+            with ExitStack() as around:
+                if repeats:
+                    replayed = around.enter_context(Repeats(engine, ledger, passes)).traffic
+                engine.step(tokens, tokens, parts.train.lr, 2, documents)
             traffic = mesh.stats().since(earlier)
         finally:
             mesh.debug.metrics.trace_into(None)

@@ -6,9 +6,9 @@ microbatches and the last one run. Two of the recorded ones have to be equal; th
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
@@ -26,6 +26,7 @@ from meshcomm.parallel.torch_private import storage_without_memory
 from meshcomm.parallel.tree import tensors_of
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.transport.torch_private import storage_id, without_modes
+from meshcomm.watching.callsite import without_collection
 from meshcomm.watching.spans import Span
 
 if TYPE_CHECKING:
@@ -76,10 +77,12 @@ class _Recording:
         self._outputs: set[int] = set()
         self.events: list[_Event] = []
         self.is_closed = True
+        # Whether passes over other microbatches do the same. Of the first recording, once there is a second.
+        self.repeats: bool | None = None
         self.results: list[_Kind] = []
+        self._active = ExitStack()
         # Garbage that is freed in between belongs to other passes.
-        self._collects = gc.isenabled()
-        gc.disable()
+        self._active.enter_context(without_collection())
         ledger.tape = passes.tape = self
 
     def following(self, gradient: Tensor) -> _Recording:
@@ -95,9 +98,7 @@ class _Recording:
     def end(self, results: Sequence[Tensor]) -> None:
         """Stop recording. results: the tensors that the pass leaves to the program."""
         self._event("flops")
-        self._ledger.tape = self._passes.tape = None
-        if self._collects:
-            gc.enable()
+        self.stop()
         rows = self._mesh.stats().since(self._before).rows
         self.traffic: list[Traffic] = [
             (row.dim, row.call, row.calls, row.nbytes) for row in rows if row.calls
@@ -112,6 +113,11 @@ class _Recording:
             )
             for x in results
         ]
+
+    def stop(self) -> None:
+        """Record no more, after an error, too."""
+        self._ledger.tape = self._passes.tape = None
+        self._active.close()
 
     def equals(self, other: _Recording) -> bool:
         """Return whether two passes do the same."""
@@ -168,7 +174,7 @@ def _same(event: _Event) -> _Event:
 
 @final
 class Repeats:
-    """Runs or replays the passes of a step of an engine. Use it for one step.
+    """Runs or replays the passes of a step of an engine, which is run in this context.
 
     Raises Irregular in the step, which then has to be run without it.
 
@@ -189,6 +195,13 @@ class Repeats:
         pipelined = engine.splits.pipeline is not None
         if not (pipelined and schedule_properties(schedule).splits_backward):
             engine.around_forward(self._run)
+
+    def __enter__(self) -> Repeats:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if isinstance(recording := self._ledger.tape, _Recording):
+            recording.stop()
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
         """Run a module's forward pass over its next microbatch, or replay it."""
@@ -293,9 +306,11 @@ def _repeat(recordings: Sequence[_Recording]) -> bool:
     """Return whether the passes over further microbatches do what these did."""
     if len(recordings) < len(_RECORDED):
         return False
-    first = recordings[0]
-    owned = all(kind.number >= 0 for kind in first.results)
-    return owned and all(one.is_closed for one in recordings) and first.equals(recordings[1])
+    first, second = recordings
+    if first.repeats is None:
+        owned = all(kind.number >= 0 for kind in first.results)
+        first.repeats = owned and first.is_closed and second.is_closed and first.equals(second)
+    return first.repeats
 
 
 class _Replayed(torch.autograd.Function):

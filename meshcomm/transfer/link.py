@@ -310,11 +310,11 @@ class Link:
 
     def _agree(self, weights: Weights) -> None:
         with self._sides.calling("the list of tensors"):
-            choice = agree_on_options(self._sides, weights.options, self._settings)
-            rows, names = weights.rows(self._sides, choice)
+            choice = agree_on_options(self._sides, weights._options, self._settings)
+            rows, names = weights._rows_by_side(self._sides, choice)
             agreement = agree_on_weights(self._sides, rows, choice, names)
             self._count += 1
-            weights.connect(self._sides, self._plan(agreement.entries), agreement, self._count)
+            weights._connect(self._sides, self._plan(agreement.entries), agreement, self._count)
 
     def reopen(self) -> None:
         """Connect again after ranks were lost, with the jobs that are there now, and agree again on all `weights` of this link.

@@ -106,6 +106,7 @@ def meet(
     deadline = time.monotonic() + timeout_s
     call = _Call(side, mesh, name, address, timeout_s, deadline, *_of_call(side, mesh, name))
     presence: _Presence | None = None
+    served: list[Any] | None = None
     try:
         try:
             store: Any = call.store(host, port)

@@ -32,8 +32,8 @@ def stored_parts(model: nn.Module) -> dict[str, Any]:
     """Return this rank's parts of the tensors of a model, by their names in the model's folder, as `Parted`, and whatever else
     its state dict has.
 
-    These are the parameters and persistent buffers. A stage of a ModelSpec and a model of transformers have the names of their
-    folder, in which each expert may have tensors of its own, and all other modules their own names. A parameter from which a
+    These are the parameters and persistent buffers. Those of a ModelSpec's stage and of a model of transformers have the names of
+    the folder, which may store each expert separately. Other modules keep their names. A parameter from which a
     tensor of the folder has to be computed keeps its name in the module. A ModuleList has the stages of this rank, as
     `Trainer.modules` does.
     """

@@ -240,7 +240,7 @@ class Weights:
         on_commit: Callable[[int], object] | None,
         lazy: bool,
     ) -> None:
-        self._models, self.options = models, options
+        self._models, self._options = models, options
         self._on_commit, self._lazy = on_commit, lazy
         self.version: int | None = None
         self._torn = "no version has arrived"
@@ -250,7 +250,7 @@ class Weights:
         self._copied: dict[int, Room] = {}
         self._before: dict[str, Any] = {}
 
-    def rows(self, sides: Sides, choice: Choice) -> tuple[dict[SideName, list[Row]], set[str]]:
+    def _rows_by_side(self, sides: Sides, choice: Choice) -> tuple[dict[SideName, list[Row]], set[str]]:
         """Return what this rank says about the chosen tensors on each side that it is on, and the names of all its tensors."""
         names: set[str] = set()
         tensors: dict[SideName, dict[str, Any]] = {}
@@ -261,21 +261,19 @@ class Weights:
             names.update(entries)
             held = tensors[side] = {name: tensor for name, tensor in entries.items() if choice.has(name)}
             of_side = _with_overlaps(rows_of(held, mesh, written=side == "target"), held)
-            again, usable = (
-                entries_of(model),
-                {row.name: held[row.name] for row in of_side if not row.problem},
-            )
+            again = entries_of(model)
+            usable = {row.name: held[row.name] for row in of_side if not row.problem}
             first, second = places_of(usable), places_of({name: again[name] for name in usable})
             computed = "it is computed anew each time that it is read, and has no memory of its own"
             rows[side] = [
                 row if row.problem or first[row.name] == second[row.name] else row._replace(problem=computed)
                 for row in of_side
             ]
-        if self.options.staging == "buckets" and len(rows) == 2:
+        if self._options.staging == "buckets" and len(rows) == 2:
             rows["target"] = _overlaps_named(rows, tensors)
         return rows, names
 
-    def connect(self, sides: Sides, plan: Plan, agreement: Agreement, number: int) -> None:
+    def _connect(self, sides: Sides, plan: Plan, agreement: Agreement, number: int) -> None:
         """Use a link, on which all ranks have agreed on these tensors. number: of the agreement, among those on the link."""
         self._sides, self._plan, self._agreement = sides, plan, agreement
         self._call = f"push() or pull() of link.weights() number {number}"
@@ -287,13 +285,13 @@ class Weights:
             self._look(side)
             self._places[side] = places_of(self._tensors[side])
         self._sources, self._targets = self._rooms("source"), self._rooms("target")
-        self._spare = _spare(self._targets) if self.options.staging == "whole" else {}
+        self._spare = _spare(self._targets) if self._options.staging == "whole" else {}
         self._copied = {}
         self._schedule = Schedule(plan, sides)
         self._run = Run(self._schedule, self._sources, self._spare or self._targets)
         token = f"{sides.mesh._state.held.prefix}/{number}"
         self._timeout_s = sides.mesh.plan.defaults.timeout_s
-        self._decisions = Decisions(sides, token, self._copies(self.options.atomic), self._timeout_s)
+        self._decisions = Decisions(sides, token, self._copies(self._options.atomic), self._timeout_s)
 
     def _look(self, side: SideName) -> str:
         """Read the tensors of this rank's model; return what is wrong if their memory is another than at first, or ""."""
@@ -481,22 +479,20 @@ class Weights:
             return most
         told = self._sides.of_all([number, problem])
         labels = [self._sides.label(at) for at in range(len(told))]
-        if is_wrong:
-            raise self._sides.refuse(
-                "a push has no valid version"
-                if any(text.startswith("version") for _, text in told)
-                else "tensors have other memory than when weights() was called",
-                [f"{text} on {label}" for (_, text), label in zip(told, labels, strict=True) if text],
-                "link.weights(...) again on all ranks, after load_state_dict(assign=True) and what else replaces tensors",
-            )
-        raise self._sides.refuse(
-            "the ranks of the source push different versions",
-            [f"version {told[at][0]} on {labels[at]}" for at in self._sides.numbers("source").tolist()],
-            "push(version=step) with the same step",
-        )
+        pushed = {at: told[at][0] for at in self._sides.numbers("source").tolist()}
+        hint = "push(version=step) with the same step"
+        if not is_wrong:
+            texts = [f"version {version} on {labels[at]}" for at, version in pushed.items()]
+            raise self._sides.refuse("the ranks of the source push different versions", texts, hint)
+        what = "a push has no valid version"
+        if min(pushed.values()) >= 0:
+            what = "tensors have other memory than when weights() was called"
+            hint = "link.weights(...) again on all ranks, after load_state_dict(assign=True) and what else replaces tensors"
+        texts = [f"{text} on {label}" for (_, text), label in zip(told, labels, strict=True) if text]
+        raise self._sides.refuse(what, texts, hint)
 
     def _move(self, version: int) -> None:
-        if self._sides.target is not None and self.options.staging == "buckets":
+        if self._sides.target is not None and self._options.staging == "buckets":
             with self._readers.writing(self._timeout_s):
                 if (cause := self._decisions.write()) is not None:
                     raise self._failure(cause, version)
@@ -582,7 +578,7 @@ class Weights:
         """Let no rank use the version, and raise the error that says why: that of the first rank that failed."""
         cause = self._cause(error)
         first, is_written = self._decisions.abort(cause)
-        if is_written and self.options.staging == "buckets":
+        if is_written and self._options.staging == "buckets":
             self._tear(f"{cause.what}, when ranks of this copy may have begun to write the next version")
         if not isinstance(error, MeshcommError | TimeoutError):
             raise error
@@ -630,7 +626,7 @@ def _text(error: BaseException) -> str:
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for what readers and writers have queued on a GPU, each on a stream of its own."""
+    """Wait until a GPU has done what readers and writers have queued, which may be on different streams."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -139,8 +139,10 @@ def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable garbage collection while Python collects all threads' frames or exceptions: it (seen with 3.11.7) holds a lock
-    that the destructor of a `threading.local` also takes, so a collection could hang the process forever.
+    """Disable garbage collection in this context.
+
+    While Python collects all threads' frames or exceptions, it (seen with 3.11.7) holds a lock that the destructor of a
+    `threading.local` also takes, so a collection could hang the process forever.
     """
     collects = gc.isenabled()
     gc.disable()

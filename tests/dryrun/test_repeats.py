@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -124,3 +125,18 @@ def test_what_differs_is_run(schedule: str, monkeypatch: pytest.MonkeyPatch) -> 
         if is_backward and schedule == "1f1b":
             with pytest.raises(Irregular):
                 stepped(config, 1, 4, True)
+
+
+def test_an_error_in_a_recorded_pass_ends_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("dp=2", {"data": "dp"}, {"micro_batch_size": 1}, BUILT_IN)
+    forward, calls = Block.forward, count()
+
+    def failing(self: Block, *args: Any, **more: Any) -> Any:
+        if next(calls) == BUILT_IN["num_layers"]:  # the first block of the second microbatch
+            raise ValueError("the model's own")
+        return forward(self, *args, **more)
+
+    monkeypatch.setattr(Block, "forward", failing)
+    with pytest.raises(ValueError, match="the model's own"):
+        stepped(config, 0, 2, True)
+    assert gc.isenabled()

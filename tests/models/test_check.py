@@ -99,7 +99,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# The norms of heads of one family stand for those of the others, which split them in the same way.
+# Families split the norms of heads in the same way, so that one family stands for all.
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.deep_cases(r"\[(phi|glm4_moe), norms of heads")
 def test_a_setting_of_a_family_in_parts_is_itself(setting: str) -> None:

@@ -56,7 +56,7 @@ def model_of(mesh: meshcomm.Mesh) -> dict[str, Tensor]:
 
 
 def memory_of(model: dict[str, Tensor], mesh: meshcomm.Mesh, version: int) -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's memory of each tensor, and what it is with a version."""
+    """Return this rank's memory of each tensor, each with its values in a version."""
     place, size = mesh.coord("dp"), mesh.size("dp")
     return [
         (x.to_local(), tensor.chunk(size)[place]) if isinstance(x, DTensor) else (x, tensor)

@@ -61,8 +61,8 @@ def unread(path: Path) -> nn.Module:
 def versions(
     config: Any, source: Path, engine: Callable[[Mesh, nn.Module], nn.Module], paths: list[Path]
 ) -> list[tuple[Tensor, Tensor]] | None:
-    """Train on ranks 0 to 3 and generate on ranks 4 and 5. Return the generator's logits before the first version and with each
-    version, beside those of the same engine, with other random weights and read from each folder.
+    """Train on ranks 0 to 3 and generate on ranks 4 and 5. Return pairs of logits: the generator's, and an engine's that meshcomm
+    has not touched. The first pair has random weights, the others those of each version and of its folder.
     """
     trains = meshcomm.init(config, overrides=["mesh.ranks=[0,1,2,3]"])
     generates = meshcomm.init(dims={"tp": 2}, ranks=range(4, 6), device="cpu")

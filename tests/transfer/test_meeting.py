@@ -8,11 +8,12 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from meshcomm.errors import LaunchError, TransferTimeout
+from meshcomm.errors import LaunchError, TransferFailed, TransferTimeout
 from meshcomm.layout import Layout
 from meshcomm.rendezvous.processes import process_of_rank
 from meshcomm.testing import Pool
@@ -190,6 +191,10 @@ def wrong(place: Place, port: int) -> None:
             meet("source", own, "policy", "127.0.0.1:29700", 2.0)
         with pytest.raises(LaunchError, match=r"cannot serve the store at 192\.0\.2\.1"):
             meet("source", own, "policy", f"tcp://192.0.2.1:{port}", 2.0)
+        # The store is lost before anybody has said who serves it.
+        lost = patch("meshcomm.transfer.meeting.find_common_store", side_effect=RuntimeError("reset by peer"))
+        with lost, pytest.raises(TransferFailed, match=r"not opened(.|\n)*reset by peer"):
+            meet("source", own, "policy", f"tcp://127.0.0.1:{port}", 2.0)
 
 
 def test_wrong_addresses(pool: Pool, tmp_path: Path) -> None:
