@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshcomm.errors import ConfigError
+from meshcomm.errors import ConfigError, ShapeError
 from meshcomm.models.weights import Conversions, Names
 from meshcomm.parallel.context import ByHeads
 from meshcomm.parallel.expert.packed import Axes
@@ -162,6 +162,14 @@ class ModelSpec:
         if isinstance(names, str):
             return {names: value.T if transposed else value}
         # Experts are stacked along axis 0, and the tensors of a row along axis 1.
+        shape = value.shape
+        if len(shape) < 2 or len(names) != shape[0] or any(shape[1] % len(row) for row in names):
+            raise ShapeError(
+                f"ModelSpec.stored does not fit {name}",
+                given=f"shape {tuple(shape)}, and {len(names)} rows of {sorted({len(row) for row in names})} names",
+                expected="a row of names for each index of axis 0, and a number of names that divides axis 1",
+                hint="return a single name for a parameter that one tensor stores",
+            )
         parts = {
             stored_name: part
             for row, rows in zip(names, value, strict=True)

@@ -172,11 +172,7 @@ class Run:
             _Ready(
                 self._messages(sends, True),
                 self._messages(recvs, False),
-                [
-                    places
-                    for piece in local
-                    if not _same_memory(*(places := (self._place(piece, True), self._place(piece, False))))
-                ],
+                [places for piece in local if not _same_memory(*(places := self._both_places(piece)))],
                 reads_last,
             )
             for sends, recvs, local, reads_last in schedule.rounds
@@ -263,6 +259,9 @@ class Run:
                 used += -(-piece.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
             ready.append(_Message(message[0].peer, None, places, at))
         return ready
+
+    def _both_places(self, piece: _Piece) -> tuple[_Place, _Place]:
+        return self._place(piece, reads=True), self._place(piece, reads=False)
 
     def _place(self, piece: _Piece, reads: bool) -> _Place:
         room = (self._sources if reads and piece.leg == 0 else self._targets)[piece.entry]

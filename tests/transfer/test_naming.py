@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import meshcomm
+from meshcomm.errors import ShapeError
 from meshcomm.layout import Layout
 from meshcomm.models.spec import ModelSpec
 from meshcomm.train import Trainer, save_pretrained
@@ -125,6 +126,9 @@ def test_names_of_a_spec_are_cuts_of_its_parameters() -> None:
         assert torch.equal(tensor[1:3, 1:2], region.read((1, 1), (3, 2)))
     # Each element but the written ones is as before.
     assert int((value >= 100).sum()) == 8
+    for shape in ((2, 5, 5), (3, 6, 5), (2,)):
+        with pytest.raises(ShapeError, match=r"ModelSpec\.stored does not fit experts"):
+            spec.stored_tensors("experts", torch.empty(shape))
 
 
 def test_what_is_computed_has_no_cut() -> None:
