@@ -119,11 +119,11 @@ class Ledger:
 
     def now(self) -> dict[MemoryPart, int]:
         """Return the bytes that are currently held, by purpose."""
-        return self._sums(self._held.values())
+        return self._sums(self._holdings())
 
     def peak(self) -> Peak:
         """Return the peak since the start or the last `restart`, split by the purposes that are known by now."""
-        holdings = [holding for holding in self._held.values() if holding.since <= self._peak_clock]
+        holdings = [holding for holding in self._holdings() if holding.since <= self._peak_clock]
         during, line, operator = self._where
         where = "" if line is None else line_of(*line)
         return Peak(self._peak, self._sums([*holdings, *self._gone]), during, where, operator)
@@ -239,6 +239,10 @@ class Ledger:
             if self.tape is not None:
                 self.tape.freed(key)
             self._let_go(held)
+
+    def _holdings(self) -> list[_Held]:
+        # A copy, because a collection of garbage may end some of them meanwhile.
+        return [*self._held.values()]
 
     def _sums(self, those: Iterable[_Held]) -> dict[MemoryPart, int]:
         nbytes_of: Counter[MemoryPart] = Counter()
