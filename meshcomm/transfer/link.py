@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
@@ -38,6 +38,7 @@ from meshcomm.transfer.plan import BUCKET_BYTES, Ends, Plan, located
 from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
 from meshcomm.transfer.tensors import checked_memory, placement_of, regions
+from meshcomm.transport.connections import Connections
 from meshcomm.watching.verdict import alike, majority
 
 if TYPE_CHECKING:
@@ -152,13 +153,18 @@ def _of_one_job(source: Mesh, target: Mesh, timeout_s: float | None) -> Sides:
     layouts = source.layout, target.layout
     ranks = sorted({int(rank) for layout in layouts for rank in layout.ranks.flat})
     defaults = [side.plan.defaults for side in (source, target)]
-    mesh = init(
-        dims={LINK: len(ranks)},
-        ranks=ranks,
-        device=source.device.type,
-        backend=defaults[0].backend,
-        timeout_s=max(options.timeout_s for options in defaults) if timeout_s is None else timeout_s,
-    )
+    # An error that is kept may keep a group, and its connections, so a rank that leaves after an error cuts them.
+    connections = Connections() if WORLD.get() is None else None
+    with connections.making() if connections else nullcontext():
+        mesh = init(
+            dims={LINK: len(ranks)},
+            ranks=ranks,
+            device=source.device.type,
+            backend=defaults[0].backend,
+            timeout_s=max(options.timeout_s for options in defaults) if timeout_s is None else timeout_s,
+        )
+    if connections:
+        mesh._state.held.aborts.append(connections.cut)
     if mesh.is_member:
         texts = dict(zip(ranks, mesh.objects.all_gather(LINK, " -> ".join(map(repr, layouts))), strict=True))
         if odd := majority(texts)[1]:
