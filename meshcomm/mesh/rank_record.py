@@ -30,6 +30,9 @@ _ANSWER_S: Final = 1.5
 # How long a store that has not answered is not asked again.
 _AGAIN_S: Final = 5.0
 
+# How often a rank that waits for answers looks whether the others can still answer.
+_STATE_S: Final = 0.25
+
 # Extra time for slow checks on a busy machine, where the other ranks are slow to answer too.
 _PAUSE_S: Final = 0.02
 _LOOK_S: Final = 0.03
@@ -150,14 +153,18 @@ class RecordExchange:
     """Asks ranks for their records, answers other ranks, and shares diagnoses.
 
     look_s: time in seconds between checks for questions.
+    state_of: returns the state of a rank's process, as `state_of_rank`. One that has ended is not waited for.
     Keys: `asked/RANK` counts the questions to a rank, `ask/RANK/N` is question N, `answer/RANK/N` is its answer,
     and `closed/RANK` is a rank's last status. `first/CALL` is the rank that diagnoses a call, and `diagnosis/CALL`
     is the diagnosis.
     """
 
-    def __init__(self, store: Any, rank: int, look_s: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, look_s: float, state_of: Callable[[int], str] = lambda rank: ""
+    ) -> None:
         self._store = store
         self._rank = rank
+        self._state_of = state_of
         self._within_s = max(_ANSWER_S, 2 * look_s)
         self._answered = 0
         self._silent_until = 0.0
@@ -220,11 +227,14 @@ class RecordExchange:
         for rank, number in number_of.items():
             self._store.set(f"ask/{rank}/{number}", str(self._rank))
         keys = {rank: f"answer/{rank}/{number}" for rank, number in number_of.items()}
-        waited_s = 0.0
-        while keys and waited_s < self._within_s and last - began < _LONGER * self._within_s:
-            if self._store.check(list(keys.values())):
+        waited_s = looked_s = 0.0
+        waits = self._answering(keys)
+        while waits and waited_s < self._within_s and last - began < _LONGER * self._within_s:
+            if self._store.check([*waits.values()]):
                 break
             time.sleep(_PAUSE_S)
+            if waited_s > looked_s + _STATE_S:
+                waits, looked_s = self._answering(waits), waited_s
             now = time.monotonic()
             waited_s += min(now - last, _LOOK_S)
             last = now
@@ -242,6 +252,14 @@ class RecordExchange:
     def leave(self, status: Mapping[str, Any]) -> None:
         """Stop answering. All later questions receive this rank's last status."""
         self._store.set(f"closed/{self._rank}", json.dumps(status))
+
+    def _answering(self, keys: dict[int, str]) -> dict[int, str]:
+        """Return the keys of the ranks that may still answer."""
+        return {
+            rank: key
+            for rank, key in keys.items()
+            if self._state_of(rank) != "ended" and not self._store.check([f"closed/{rank}"])
+        }
 
     def _read(self, keys: dict[int, str]) -> dict[int, Any]:
         """Return the values of the keys that exist."""

@@ -140,7 +140,7 @@ class Watchdog(Watching):
         self._recorders: list[FlightRecorder] = []
         self._interval_s = look_interval_s(world_size)
         self.own = RankRecord(rank, coords, self._recorders, options.reports)
-        self._exchange = RecordExchange(store, rank, self._interval_s)
+        self._exchange = RecordExchange(store, rank, self._interval_s, options.process_of)
         self._desync = DesyncMonitor(prefixed("desync", store), self.own, world_size)
         if not options.alone:
             self.shared = Shared(prefixed("calls", store), rank, self._exchange, self._interval_s)
@@ -314,9 +314,10 @@ class Watchdog(Watching):
 
     def gone(self, ranks: list[int]) -> list[int]:
         def look() -> list[int]:
-            states = {rank: self._options.process_of(rank) for rank in ranks}
-            statuses = self._exchange.ask([rank for rank in ranks if states[rank] != "ended"])
-            silent = [rank for rank in ranks if rank not in statuses and states[rank] != "runs"]
+            statuses = self._exchange.ask(ranks)
+            silent = [
+                rank for rank in ranks if rank not in statuses and self._options.process_of(rank) != "runs"
+            ]
             return silent + [rank for rank, status in statuses.items() if status.get("closed")]
 
         with contextlib.suppress(TimeoutError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,22 @@ def test_on_a_busy_machine_answers_may_take_longer(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("meshcomm.mesh.rank_record._LONGER", 1)
     with pytest.raises(TimeoutError):
         idle.limited(lambda: time.sleep(20))
+
+
+def test_no_answer_is_awaited_from_a_rank_that_has_left() -> None:
+    """Neither of one whose process has ended, be it while it is asked, nor of one that has closed its mesh."""
+    store, states = dist.HashStore(), {1: "ended", 2: "runs", 3: "runs"}
+
+    def later() -> None:
+        states[2] = "ended"
+        RecordExchange(store, 3, 0.01).leave({"closed": True})
+
+    timer = threading.Timer(0.2, later)
+    timer.start()
+    began = time.monotonic()
+    assert RecordExchange(store, 0, 0.01, states.__getitem__).ask([1, 2, 3]) == {3: {"closed": True}}
+    assert 0.2 <= time.monotonic() - began < 1.4
+    timer.join()
 
 
 class _CountingStore:
