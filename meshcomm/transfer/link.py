@@ -424,7 +424,7 @@ class Link:
         push = self._sides.use.push
         try:
             if push is not None:
-                push.end()
+                push._end()
         finally:
             self.mesh.close()
 

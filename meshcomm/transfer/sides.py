@@ -60,10 +60,10 @@ class Cause(NamedTuple):
 class UnderWay(Protocol):
     """A push that may still use the link."""
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Return once it no longer does."""
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """The same; raise its error, if nobody has seen it."""
 
 
@@ -141,7 +141,7 @@ class Sides:
         """
         use = self.use
         if use.push is not None and use.push is not by:
-            use.push.settle()
+            use.push._settle()
         with use.lock:
             if use.is_busy:  # the lock is this thread's already
                 raise UnsupportedOp(

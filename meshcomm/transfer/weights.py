@@ -151,7 +151,7 @@ class Push:
             _PUSHES.add(self)
             self._thread.start()
 
-    def carry(self) -> int:
+    def _carry(self) -> int:
         """Carry the push out; return its version, or raise its error."""
         try:
             if self._stream is not None:
@@ -165,9 +165,9 @@ class Push:
 
     def _carry_quietly(self) -> None:
         with suppress(BaseException):  # raised by `wait`
-            self.carry()
+            self._carry()
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Block until the push no longer uses the link."""
         if self._thread is not None:
             if self._thread is not threading.current_thread():
@@ -182,12 +182,12 @@ class Push:
         Called by: every rank of the source.
         Raises:    SourceChanged, TransferFailed, TransferMismatch. May be called again, and raises the same.
         """
-        self.settle()
+        self._settle()
         self._raise()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Block like `wait`, and raise an error only if nobody has seen it yet."""
-        self.settle()
+        self._settle()
         if not self._raised:
             self._raise()
 
@@ -217,7 +217,7 @@ def _settle_at_exit() -> None:
                 push._weights._sides.mesh._state.close(compare=False)
             await_at_exit(push._thread)
             continue
-        push.settle()
+        push._settle()
         if push._error is not None and not push._raised:
             what = f"nobody waited for the push of version {push.version}, which failed"
             sys.stderr.write(f"meshcomm: {what}: {' '.join(str(push._error).split())}\n")
@@ -354,7 +354,7 @@ class Weights:
         except LayoutError:
             number = -1
         if (last := self._sides.use.push) is not None:
-            last.end()
+            last._end()
         if self._sides.use.failed is not None:
             with self._sides.calling(""):  # raises
                 pass
@@ -407,7 +407,7 @@ class Weights:
                 given="pull()",
                 expected="push(version=...) first",
             )
-        return self._carry(None) if push is None else push.carry()
+        return self._carry(None) if push is None else push._carry()
 
     @contextmanager
     def reading(self) -> Iterator[int]:
