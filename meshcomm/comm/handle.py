@@ -92,10 +92,9 @@ class Handle(Generic[T]):
         Raises:    CommunicationError, with the backend's error as its cause, on every wait; CallMismatchError
                    instead if the ranks' steps had already diverged.
         """
-        if isinstance(timeout_s, timedelta):
-            timeout_s = timeout_s.total_seconds()
         if timeout_s is not None:
-            timeout_s = seconds_of(timeout_s, lambda: f"{self._by.where(self._call)}: wait")
+            seconds = timeout_s.total_seconds() if isinstance(timeout_s, timedelta) else timeout_s
+            timeout_s = seconds_of(seconds, lambda: f"{self._by.where(self._call)}: wait")
         if self._works is not None:
             # Two threads may wait for one handle; the second must not continue before the first.
             with self._lock:

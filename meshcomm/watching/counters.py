@@ -59,8 +59,11 @@ class PendingCall:
     """A call between its start and the end of its last wait. It is counted at its first wait.
 
     total: the call's counter; its `waiting` is this call during a wait. told: the call's span, if a trace is recorded. place:
-    the code object and instruction of the user's line. over: when the last wait ended; 0.0 before any wait has ended.
+    the code object and instruction of the user's line. over: when the last wait ended; 0.0 before any wait has ended. listed: the
+    list of calls in flight that has this call until its first wait ends; None if no list has.
     """
+
+    listed: list[Any] | None = None
 
     def __init__(
         self,
@@ -109,3 +112,6 @@ class PendingCall:
                 sums.calls += self._calls
                 sums.nbytes += self.nbytes
                 sums.seconds += self._seconds
+        if self.listed is not None:
+            self.listed.remove(self)
+            self.listed = None

@@ -68,8 +68,6 @@ class PendingMessage(PendingCall):
     unanswered: Sequence[Unanswered] = ()
     keys: Sequence[str] = ()
     agreed: Mapping[str, Sequence[str]]
-    # The log that lists this call as in flight; None if no log does.
-    _log: MessageLog | None = None
 
     def __init__(
         self,
@@ -111,13 +109,6 @@ class PendingMessage(PendingCall):
         self._seconds = now - self.began
         if self.told is not None:
             self.told.left = now
-
-    def waited(self, since: float) -> None:
-        """Record that a wait that began at `since` has ended."""
-        super().waited(since)
-        if self._log is not None:
-            self._log.flying.remove(self)
-            self._log = None
 
     def ended(self) -> None:
         """Record that a blocking call has ended, whether or not it failed."""
@@ -227,7 +218,7 @@ class MessageLog:
 
     def flies(self, message: PendingMessage) -> None:
         """Record that `message` is in flight until it is waited for, on a backend that runs messages in order."""
-        message._log = self
+        message.listed = self.flying
         self.flying.append(message)
 
     def posted(self, message: PendingMessage, work: Any, queues: bool) -> None:
