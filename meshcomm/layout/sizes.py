@@ -51,7 +51,7 @@ def whole(value: Any, what: str) -> int:
         f"{what} {value!r} is not an int",
         given=f"{value!r}, a {type(value).__name__}",
         expected=f"an int as the {what}; NumPy's integers are accepted",
-        hint=f"int({value!r})" if isinstance(value, (bool, float)) else f"{what} 0",
+        hint=f"int({value!r})" if isinstance(value, (bool, float)) else f"a number as the {what}",
     )
 
 

@@ -130,6 +130,14 @@ class Decisions:
         keys = [self._key(f"problem/{at}") for at in range(self._size)]
         return None, "\n".join(self._link.get(key).decode() for key in keys if self._link.check([key]))
 
+    def confirmed(self) -> list[int]:
+        """Return the coords along the link of the target's ranks that have reported, as far as the store tells."""
+        numbers = self._sides.numbers("target")
+        with suppress(MeshcommError):
+            absent = {*self._without(self._link, "done", range(self._size))}
+            return [int(numbers[at]) for at in range(self._size) if at not in absent]
+        return []
+
     def _wait(self, store: Any, key: str, said: str, positions: Sequence[int], limited: bool) -> Cause | None:
         """Wait until a key is set, or until ranks of the target that have not said so are lost or, if `limited`, late.
 

@@ -369,6 +369,10 @@ class Link:
         try:
             if pattern is not None:
                 check_pattern(pattern, sizes)
+            elif given := sizes.keys() & {"x", "out", "placement"}:
+                problems.append(
+                    f"passed {' and '.join(sorted(given))} by keyword, which is by position: transfer(x, out, pattern)"
+                )
             elif sizes:
                 problems.append(f"passed the sizes {sizes}, but no pattern")
         except MeshcommError as error:
@@ -422,6 +426,7 @@ class Link:
         Raises: the error of the last push, if nobody has waited for it.
         """
         push = self._sides.use.push
+        self._sides.use.refuse_inside("link.close()")
         try:
             if push is not None:
                 push._end()

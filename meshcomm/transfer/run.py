@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import sub
 from typing import Any, Final, NamedTuple, final
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from meshcomm.comm import Handle
 from meshcomm.transfer.boxes import BoxPlan
+from meshcomm.transfer.changes import Digest, digest_of, summed
 from meshcomm.transfer.plan import PACKED_BYTES, Plan, Slice, sliced
 from meshcomm.transfer.sides import Sides
 from meshcomm.transfer.tensors import Region
@@ -33,6 +35,11 @@ class _Piece(NamedTuple):
     begin: tuple[int, ...]
     end: tuple[int, ...]
     nbytes: int
+
+    @property
+    def sign(self) -> tuple[int, int]:
+        """The entry's number, and an odd number of the piece, so that the hashes of two pieces do not count alike."""
+        return self.entry, 2 * crc32(repr((self.entry, self.begin, self.end)).encode()) + 1
 
 
 class _Round(NamedTuple):
@@ -122,8 +129,8 @@ class _Place(NamedTuple):
         else:
             self.held.copy_(values)
 
-    def in_bucket(self, bucket: Tensor, at: int) -> Tensor:
-        return bucket[at : at + self.piece.nbytes].view(self.dtype).view(self.shape)
+    def of_bytes(self, data: Tensor) -> Tensor:
+        return data.view(self.dtype).view(self.shape)
 
     def as_bytes(self, device: torch.device) -> Tensor | None:
         """Return the memory itself as bytes, or None if it cannot be sent, or received into, as it is."""
@@ -136,7 +143,9 @@ class _Place(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """memory: what is sent, or received into; None if the places are packed in the bucket, each at its byte of `at`."""
+    """memory: what is sent, or received into, of a single place; None if the places are packed in the bucket, each at its byte of
+    `at`.
+    """
 
     peer: int
     memory: Tensor | None
@@ -147,6 +156,13 @@ class _Message(NamedTuple):
         if self.memory is not None:
             return self.memory
         return bucket[self.at[0] : self.at[-1] + self.places[-1].piece.nbytes]
+
+    def arrived(self, bucket: Tensor) -> Iterator[tuple[_Place, Tensor]]:
+        """Yield the places and the bytes that have arrived for them."""
+        if self.memory is not None:
+            yield self.places[0], self.memory
+        for place, at in zip(self.places, self.at, strict=False):
+            yield place, bucket[at : at + place.piece.nbytes]
 
 
 class _Ready(NamedTuple):
@@ -178,8 +194,30 @@ class Run:
             for sends, recvs, local, reads_last in schedule.rounds
         ]
 
-    def __call__(self) -> None:
-        """Send and receive every round. Called by: every rank of the link. Raises CommunicationError."""
+    def sent(self) -> dict[int, int]:
+        """Return a hash of what this rank sends of the source's values, by the number of the entry.
+
+        Summed over all ranks, it equals that of `__call__` if every piece arrives as it is now.
+        """
+        known: dict[tuple[Any, ...], Digest] = {}
+
+        def digest(place: _Place) -> Digest:
+            key = place.piece[1:]
+            if key not in known:
+                known[key] = digest_of(place.read().to(place.dtype))
+            return known[key]
+
+        messages = [message for ready in self._rounds for message in ready.sends]
+        places = [place for message in messages for place in message.places if place.piece.leg == 0]
+        places += [source for ready in self._rounds for source, _ in ready.local]
+        return summed((*place.piece.sign, digest(place)) for place in places)
+
+    def __call__(self, checks: bool = False) -> dict[int, int]:
+        """Send and receive every round. Called by: every rank of the link. Raises CommunicationError.
+
+        checks: whether to hash what arrives; see `sent`. Returns the hashes, or {}.
+        """
+        self._arrived: list[tuple[int, int, Digest]] | None = [] if checks else None
         self._handles: list[Handle[Any]] = []
         try:
             self._run()
@@ -188,6 +226,11 @@ class Run:
             for handle in self._handles:
                 handle._abandon()
             raise
+        return summed(self._arrived or ())
+
+    def _arrives(self, piece: _Piece, values: Tensor) -> None:
+        if self._arrived is not None and piece.leg == 0:
+            self._arrived.append((*piece.sign, digest_of(values)))
 
     def _run(self) -> None:
         # Two send and two receive buckets, for rounds in turn.
@@ -210,8 +253,8 @@ class Run:
             for direction, messages in (("send", ready.sends), ("recv", ready.recvs))
         )
         for message in ready.sends:
-            for place, at in zip(message.places, message.at, strict=True):
-                place.in_bucket(going, at).copy_(place.read())
+            for place, at in zip(message.places, message.at, strict=False):
+                place.of_bytes(going[at : at + place.piece.nbytes]).copy_(place.read())
         handle: Handle[Any] | None = None
         if ready.sends or ready.recvs:
             handle = self._mesh.exchange(
@@ -222,15 +265,19 @@ class Run:
             )
             self._handles.append(handle)
         for source, target in ready.local:
-            target.write(source.read().to(source.dtype))
+            values = source.read().to(source.dtype)
+            self._arrives(source.piece, values)
+            target.write(values)
 
         def finish() -> None:
             if handle is not None:
                 handle.wait()
                 self._handles.remove(handle)
             for message in ready.recvs:
-                for place, at in zip(message.places, message.at, strict=True):
-                    place.write(place.in_bucket(coming, at))
+                for place, values in message.arrived(coming):
+                    self._arrives(place.piece, values)
+                    if message.memory is None:
+                        place.write(place.of_bytes(values))
 
         return finish
 
@@ -251,7 +298,7 @@ class Run:
             places = [self._place(piece, sends) for piece in message]
             memory = places[0].as_bytes(self._mesh.device) if len(places) == 1 else None
             if memory is not None:
-                ready.append(_Message(message[0].peer, memory, [], []))
+                ready.append(_Message(message[0].peer, memory, places, []))
                 continue
             at = []
             for piece in message:

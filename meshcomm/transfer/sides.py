@@ -83,6 +83,20 @@ class Use:
         self.is_busy = False
         self.hint = "the meshes of both sides remain open; link.reopen() connects the ranks that are left"
 
+    def refuse_inside(self, call: str) -> None:
+        """Raise UnsupportedOp in `on_commit`, which this thread is in if it has the lock while a call is under way."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self.is_busy:
+                raise UnsupportedOp(
+                    "a call on a link inside on_commit would wait for ranks that wait for this one",
+                    given=f"{call} in on_commit",
+                    expected="the call after pull() has returned",
+                )
+        finally:
+            self.lock.release()
+
 
 class Host(NamedTuple):
     """Who serves the store where two jobs met. number: as a coord along the dim; None if it is no rank of this link."""
@@ -143,12 +157,7 @@ class Sides:
         if use.push is not None and use.push is not by:
             use.push._settle()
         with use.lock:
-            if use.is_busy:  # the lock is this thread's already
-                raise UnsupportedOp(
-                    "a call on a link inside on_commit would wait for ranks that wait for this one",
-                    given="link.transfer, link.weights, push or pull in on_commit",
-                    expected="the call after pull() has returned",
-                )
+            use.refuse_inside("link.transfer, link.weights, push or pull")
             if use.failed is not None:
                 raise TransferFailed(
                     "the link cannot be used any more, because an earlier transfer failed",
@@ -223,16 +232,23 @@ class Sides:
         asks = isinstance(error, CommunicationError | StoreError) and not doing
         if asks and (without_store := self._without_store()) is not None:
             return without_store
-        lost, left, late = list[int](), list[int](), list[int]()
+        lost, stopped, left, late = list[int](), list[int](), list[int](), list[int]()
         for rank in missing:
             text = doing.get(rank, "")
-            if text in _GONE or (not text and isinstance(error, PeerLost | RankLost)):
+            if text == SILENT["stopped"]:
+                stopped.append(rank)
+            elif text in _GONE or (not text and isinstance(error, PeerLost | RankLost)):
                 lost.append(rank)
             else:
                 (left if text.startswith("has closed") else late).append(rank)
         # Those that live may only wait for the lost ones.
         limit = f"did not come within {self.mesh.plan.defaults.timeout_s:g} s"
-        for ranks, what in ((lost, "was lost"), (left, "left the link"), (late, limit)):
+        for ranks, what in (
+            (lost, "was lost"),
+            (stopped, SILENT["stopped"]),
+            (left, "left the link"),
+            (late, limit),
+        ):
             if numbers := self._known(ranks):
                 return self.blame(numbers, what)
         return Cause(self._named(str(error).split("\n")[0]))
@@ -282,10 +298,17 @@ class Sides:
         what = "were lost" if what == "was lost" and len(numbers) != 1 else what
         return Cause(f"{', '.join(map(self.label, numbers))} {what}", numbers)
 
-    def failure(self, what: str, cause: Cause, given: str, version: int | None = None) -> TransferFailed:
-        """Return the error of a transfer that failed. what: was not transferred."""
+    def failure(
+        self,
+        what: str,
+        cause: Cause,
+        given: str,
+        version: int | None = None,
+        failed: str = "was not transferred",
+    ) -> TransferFailed:
+        """Return the error of a transfer that failed. what: is transferred. failed: what is wrong with it."""
         return TransferFailed(
-            f"{what} was not transferred: {cause.what}",
+            f"{what} {failed}: {cause.what}",
             given=self._named(given),
             expected="every rank of both sides to take part to the end",
             hint=self.use.hint,
@@ -305,9 +328,7 @@ class Sides:
         Called by: every rank of the link. Raises TransferMismatch on all ranks if their calls differ.
         """
         code = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7])
-        ours = torch.zeros(5, dtype=torch.int64)
-        ours[: 2 + len(values)] = torch.tensor([code, -code, *values])
-        last, first, *greatest = self.mesh.all_reduce(self.dim, ours.to(self.mesh.device), op="max").tolist()
+        last, first, *greatest = self._reduced("max", code, -code, *values, *[0] * (3 - len(values)))
         if first != -last:
             calls = by_value(self.of_all(call))
             raise self.refuse(
@@ -316,6 +337,15 @@ class Sides:
                 "all ranks of both sides make the same calls in the same order; push() on one side meets pull() on the other",
             )
         return greatest[: len(values)]
+
+    def sum(self, *values: int) -> list[int]:
+        """Return the sum of each value over all ranks, in 64 bits. Called by: every rank of the link, at one point of a call."""
+        return self._reduced("sum", *values)
+
+    def _reduced(self, op: Any, *values: int) -> list[int]:
+        ours = torch.tensor(values, dtype=torch.int64, device=self.mesh.device)
+        total: list[int] = self.mesh.all_reduce(self.dim, ours, op=op).tolist()
+        return total
 
     def of_all(self, mine: Any) -> list[Any]:
         """Return each rank's plain data, by coord along the dim. Called by: every rank of both sides."""

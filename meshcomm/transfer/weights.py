@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
@@ -34,7 +37,7 @@ from meshcomm.layout.names import listed
 from meshcomm.layout.sizes import whole
 from meshcomm.mesh import Mesh
 from meshcomm.transfer.agree import Agreement, Choice, Options, Row
-from meshcomm.transfer.changes import marks_of, places_of
+from meshcomm.transfer.changes import counts_of, places_of, signed
 from meshcomm.transfer.decisions import Decisions
 from meshcomm.transfer.naming import stored_parts
 from meshcomm.transfer.placement import rest
@@ -168,7 +171,10 @@ class Push:
             self._carry()
 
     def _settle(self) -> None:
-        """Block until the push no longer uses the link."""
+        """Block until the push no longer uses the link. Raises MeshClosed in a forked process, which cannot know."""
+        state = self._weights._sides.mesh._state
+        if not self._done and state.parent is not None:
+            state.usable()
         if self._thread is not None:
             if self._thread is not threading.current_thread():
                 self._thread.join()
@@ -208,9 +214,12 @@ _PUSHES: WeakSet[Push] = WeakSet()
 
 @atexit.register
 def _settle_at_exit() -> None:
-    """Wait for the pushes under way, and print the error of one that nobody has waited for."""
+    """Wait for the pushes under way. If one has failed, and nobody has waited for it, print its error and exit with code 1."""
     has_failed = getattr(sys, "last_value", None) is not None
+    is_lost = False
     for push in list(_PUSHES):
+        if push._weights._sides.mesh._state.parent is not None:
+            continue  # this process was forked
         if has_failed and push._thread is not None:
             # The targets may never pull. The push ends with its connections.
             with suppress(MeshcommError, RuntimeError):
@@ -221,6 +230,13 @@ def _settle_at_exit() -> None:
         if push._error is not None and not push._raised:
             what = f"nobody waited for the push of version {push.version}, which failed"
             sys.stderr.write(f"meshcomm: {what}: {' '.join(str(push._error).split())}\n")
+            is_lost = True
+    if is_lost:
+        # Python's own exit code would be 0.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 @final
@@ -248,11 +264,14 @@ class Weights:
         # Where arriving values wait until all ranks of the copy have theirs, and where those of a snapshot are sent from.
         self._spare: dict[int, Room] = {}
         self._copied: dict[int, Room] = {}
+        # Of the last push: torch's counts of changes, unless it is a snapshot, and the hashes of what will be sent.
         self._before: dict[str, Any] = {}
+        self._sent: dict[int, int] | None = None
 
     def _rows_by_side(self, sides: Sides, choice: Choice) -> tuple[dict[SideName, list[Row]], set[str]]:
         """Return what this rank says about the chosen tensors on each side that it is on, and the names of all its tensors."""
         names: set[str] = set()
+        self._choice, self._known = choice, names
         tensors: dict[SideName, dict[str, Any]] = {}
         rows: dict[SideName, list[Row]] = {}
         for side, model in self._models.items():
@@ -300,8 +319,9 @@ class Weights:
         if side not in self._places:
             return ""
         places, before = places_of(tensors), self._places[side]
-        moved = [name for name, place in before.items() if places.get(name) != place]
-        return f"{listed(moved)} of the {side}'s model" if moved else ""
+        other = [name for name, place in before.items() if places.get(name) != place]
+        other += [name for name in every if self._choice.has(name) and name not in self._known]
+        return f"{listed(other)} of the {side}'s model" if other else ""
 
     def _rooms(self, side: SideName) -> dict[int, Room]:
         position = self._sides.position(side)
@@ -338,7 +358,7 @@ class Weights:
         push out.
 
         snapshot:  copy this rank's weights first, into memory of their size that is kept. They may then change at once. Otherwise
-                   they are read once more before and after, to see whether they change.
+                   they are hashed first, and compared with what arrives.
         Called by: every rank of the source, with the same version: an integer of 0 or more, below 2**62. Another one raises
                    TransferMismatch in `wait`, and in `pull` on the target.
         """
@@ -363,12 +383,14 @@ class Weights:
             # Told to all ranks, because the target waits for it.
             number, problem = -1, f"version {version!r}, which is no integer from 0 to 2**62 - 1"
         self._before = {}
+        self._sent = None
         if snapshot:
             self._copied = self._copied or _spare(self._sources, wire=True)
             for number_of, room in self._copied.items():
                 _copy(self._sources[number_of], room)
-        else:
-            self._copied, self._before = {}, marks_of(self._tensors["source"])
+        elif not problem:
+            self._copied, self._before = {}, counts_of(self._tensors["source"])
+            self._sent = self._run.sent()
         push = Push(self, number, problem, self._lazy or self._sides.target is not None)
         self._sides.use.push = push
         return push
@@ -443,8 +465,7 @@ class Weights:
             try:
                 version = self._agreed(push)
                 self._decisions.tidy()
-                self._move(version)
-                self._unchanged(version)
+                self._unchanged(version, *self._move(version))
             except TransferMismatch:
                 self._decisions.undo()
                 raise
@@ -486,12 +507,13 @@ class Weights:
             raise self._sides.refuse("the ranks of the source push different versions", texts, hint)
         what = "a push has no valid version"
         if min(pushed.values()) >= 0:
-            what = "tensors have other memory than when weights() was called"
-            hint = "link.weights(...) again on all ranks, after load_state_dict(assign=True) and what else replaces tensors"
+            what = "tensors are new, or have other memory than when weights() was called"
+            hint = "link.weights(...) again on all ranks, after load_state_dict(assign=True) and what else adds or replaces tensors"
         texts = [f"{text} on {label}" for (_, text), label in zip(told, labels, strict=True) if text]
         raise self._sides.refuse(what, texts, hint)
 
-    def _move(self, version: int) -> None:
+    def _move(self, version: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the hashes of what this rank has sent and of what has arrived here, by the number of the entry."""
         if self._sides.target is not None and self._options.staging == "buckets":
             with self._readers.writing(self._timeout_s):
                 if (cause := self._decisions.write()) is not None:
@@ -501,23 +523,31 @@ class Weights:
         run = self._run
         if self._copied:
             run = Run(self._schedule, self._copied, self._spare or self._targets)
-        run()
+        return run.sent() if self._sent is None else self._sent, run(checks=True)
 
-    def _unchanged(self, version: int) -> None:
-        """Raise SourceChanged on every rank if a source tensor is another than when it was pushed."""
-        changed = []
-        if self._before:
-            now = marks_of(self._tensors["source"])
-            changed = [name for name, mark in self._before.items() if now[name] != mark]
-        if self._sides.meet(f"the end of {self._call}", len(changed))[0]:
-            names = sorted({name for names in self._sides.of_all(changed) for name in names})
-            raise SourceChanged(
-                f"the weights of version {version} changed while they were sent",
-                given=listed(names),
-                expected="no change before Push.wait() returns",
-                hint="handle.wait() before the optimizer's step, or push(version, snapshot=True)",
-                names=tuple(names),
-            )
+    def _unchanged(self, version: int, sent: Mapping[int, int], arrived: Mapping[int, int]) -> None:
+        """Raise SourceChanged on every rank if a source tensor is another than when it was pushed.
+
+        That is so if torch has counted a change, or if what has arrived is not what was to be sent.
+        """
+        counts = counts_of(self._tensors["source"]) if self._before else {}
+        changed = [name for name, count in self._before.items() if counts[name] != count]
+        differ = {number: sent.get(number, 0) - arrived.get(number, 0) for number in {*sent, *arrived}}
+        if not any(self._sides.sum(signed(sum(differ.values())), len(changed))):
+            return
+        told = self._sides.of_all([changed, {str(number): signed(value) for number, value in differ.items()}])
+        names = {name for of_rank, _ in told for name in of_rank}
+        sums = Counter[str]()
+        for _, of_rank in told:
+            sums.update(of_rank)
+        names |= {self.names[int(number)] for number, value in sums.items() if signed(value)}
+        raise SourceChanged(
+            f"the weights of version {version} changed while they were sent",
+            given=listed(sorted(names)),
+            expected="no change before Push.wait() returns",
+            hint="handle.wait() before the optimizer's step, or push(version, snapshot=True)",
+            names=tuple(sorted(names)),
+        )
 
     def _commit(self, version: int) -> BaseException | None:
         """Use a version if all ranks of this copy have received theirs. Return the error of `on_commit`, if it raised one."""
@@ -560,7 +590,14 @@ class Weights:
         except MeshcommError as error:
             cause, problems = self._cause(error), ""
         if cause is not None:
-            failure = self._failure(cause, version)
+            have = self._sides.ranks(self._decisions.confirmed())
+            failure = self._sides.failure(
+                f"version {version}",
+                cause,
+                f"confirmed by {have or 'no rank'}; what the others have is unknown",
+                version,
+                "was not confirmed by every rank of the target",
+            )
             if self._sides.source is not None or problem is not None:
                 raise failure from problem
             # This copy has the version. The next call says that the link has failed.
@@ -578,11 +615,12 @@ class Weights:
         """Let no rank use the version, and raise the error that says why: that of the first rank that failed."""
         cause = self._cause(error)
         first, is_written = self._decisions.abort(cause)
+        cause = first if first.missing else cause
         if is_written and self._options.staging == "buckets":
             self._tear(f"{cause.what}, when ranks of this copy may have begun to write the next version")
         if not isinstance(error, MeshcommError | TimeoutError):
             raise error
-        raise self._failure(first if first.missing else cause, version, str(error)) from error
+        raise self._failure(cause, version, str(error)) from error
 
     def _cause(self, error: BaseException) -> Cause:
         me = self._sides.me

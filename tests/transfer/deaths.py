@@ -32,13 +32,14 @@ class Said(NamedTuple):
     """What a rank says at the end.
 
     version: that it holds; None if it refuses to be read. values: of its memory. error: the first one, as its type, text and
-    `missing`; None if all went well. again: the same of the next call after that error.
+    `missing`; None if all went well. again: the same of the next call after that error. torn: why it refuses to be read, or "".
     """
 
     version: int | None
     values: dict[str, Tensor]
     error: tuple[str, str, tuple[tuple[str, int], ...]] | None
     again: tuple[str, str, tuple[tuple[str, int], ...]] | None
+    torn: str = ""
 
 
 def whole(version: int) -> dict[str, Tensor]:
@@ -123,14 +124,15 @@ def transfers(
             transfer(VERSIONS[-1] + 1)
         except MeshcommError as raised_again:
             again = _error(raised_again)
-    read = None
+    read, torn = None, ""
     try:
         with weights.reading() as read:
             pass
-    except MeshcommError:
+    except MeshcommError as refused:
+        torn = str(refused)
         assert weights.version is None or source.is_member
     values = {name: part.clone() for name, part in memory(model).items()}
-    return Said(read if not source.is_member else weights.version, values, error, again)
+    return Said(read if not source.is_member else weights.version, values, error, again, torn)
 
 
 def _error(error: MeshcommError) -> tuple[str, str, tuple[tuple[str, int], ...]]:
@@ -143,7 +145,14 @@ def complaints(said: Mapping[int, Said], lost: int, staging: Staging) -> list[st
     side = "source" if lost in SOURCE else "target"
     for rank in {*SOURCE, *TARGET} - {lost, *said}:
         wrong.append(f"rank {rank} says nothing")
-    for rank, (version, values, error, again) in said.items():
+    have_all = all(said[rank].version == VERSIONS[-1] for rank in said if rank in TARGET)
+    for rank, (version, values, error, again, torn) in said.items():
+        # A torn rank names itself, and no rank but the lost one.
+        named = {at for at in (*SOURCE, *TARGET) if f"rank {at} of the" in torn} - {rank, lost}
+        if named and rank in TARGET:
+            wrong.append(f"rank {rank} says that it is torn because of {named}: {torn}")
+        if have_all and error is not None and "was not transferred" in error[1].split("\n")[0]:
+            wrong.append(f"rank {rank} denies a version that the target has: {error[1]}")
         if error is not None:
             kind, text, missing = error
             if kind != "TransferFailed" or (side, lost) not in missing:

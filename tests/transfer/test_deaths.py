@@ -112,8 +112,8 @@ def test_one_rank_fails_when_all_others_have_every_byte(staging: Staging, seed: 
         weights = link.weights(model := model_of(source, target), staging=staging)
         confirm = weights._unchanged
 
-        def fail(version: int) -> None:
-            confirm(version)
+        def fail(version: int, *hashes: Any) -> None:
+            confirm(version, *hashes)
             if mesh.rank == 5 and version == 2:
                 raise PeerLost("lost a peer", missing=(5,))
 
@@ -134,10 +134,10 @@ def test_one_rank_fails_before_others_write(staging: Staging, seed: int, monkeyp
     versions: dict[int, int] = {}
     carry = Run.__call__
 
-    def fail(run: Run) -> None:
+    def fail(run: Run, checks: bool = False) -> dict[int, int]:
         if versions[run._mesh.coord("link")] == 2:
             raise PeerLost("lost a peer", missing=(5,))
-        carry(run)
+        return carry(run, checks)
 
     monkeypatch.setattr(Run, "__call__", fail)
 

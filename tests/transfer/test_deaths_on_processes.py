@@ -191,6 +191,34 @@ def _interrupted(staging: Staging) -> Held:
     return Held(said, (source, target, link), reusable=False)
 
 
+def _forks() -> Held:
+    """The source pushes, and a process that it forks waits for the push."""
+    source, target, link = opened(_TIMEOUT_S)
+    weights = link.weights(model_of(source, target))
+    if target.is_member:
+        default_store().wait(["forked"])
+        return Held(str(weights.pull()), (source, target, link), reusable=False)
+    push = weights.push(1)
+    reads, writes = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            push.wait()
+            text = "waited"
+        except BaseException as error:
+            text = type(error).__name__
+        os.write(writes, text.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    if default_store().add("forks", 1) == 4:
+        default_store().set("forked", "")
+    push.wait()
+    return Held(os.read(reads, 100).decode(), (source, target, link), reusable=False)
+
+
+def test_a_forked_process_cannot_wait_for_a_push(pool: Pool) -> None:
+    assert pool.run(_forks, ranks=8, timeout_s=_STARTS_S) == ["MeshClosed"] * 4 + ["1"] * 4
+
+
 def _start_or_raise(run: Run, rounds: Iterator[int], start: Any, *args: Any) -> Any:
     if next(rounds, None) is None:
         raise KeyboardInterrupt
@@ -304,7 +332,9 @@ def _run(script: str, count: int, *arguments: str) -> list[Any]:
 
 @pytest.mark.parametrize("how", ["returns", "changed", "raises"])
 def test_a_program_ends_while_a_push_is_under_way(how: str, pool: Pool, tmp_path: Path) -> None:
-    """The push is carried out, and an error that nobody has waited for is printed. After an error of the program, nothing waits."""
+    """The push is carried out. An error that nobody has waited for is printed, and is the exit code. After an error of the program,
+    nothing waits.
+    """
     variables = _variables(2)
     target = Job(pool, tmp_path, "-c", _EXITS, how, env={**variables, "RANK": "1", "LOCAL_RANK": "1"})
     # The end of its interpreter is what is tested.
@@ -318,7 +348,7 @@ def test_a_program_ends_while_a_push_is_under_way(how: str, pool: Pool, tmp_path
         assert "the program's own" in told and source.returncode == 1, (source.returncode, told)
         return
     code, out, _ = target.finish()
-    assert (source.returncode, code) == (0, 0), (source.returncode, code, told)
+    assert (source.returncode, code) == (int(how == "changed"), 0), (source.returncode, code, told)
     assert out.strip() == ("pulled 3" if how == "returns" else "SourceChanged")
     assert ("nobody waited for the push of version 3" in told) == (how == "changed"), told
 

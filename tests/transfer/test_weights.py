@@ -16,10 +16,18 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import meshcomm
-from meshcomm.errors import MeshcommError, SourceChanged, TransferFailed, UnsupportedOp, WeightsTorn
+from meshcomm.errors import (
+    MeshcommError,
+    SourceChanged,
+    TransferFailed,
+    TransferMismatch,
+    UnsupportedOp,
+    WeightsTorn,
+)
 from meshcomm.mesh import Mesh
-from meshcomm.transfer.changes import fingerprint
+from meshcomm.transfer.changes import digest_of
 from meshcomm.transfer.link import Link
+from meshcomm.transfer.run import Run
 from meshcomm.transfer.weights import Weights
 
 
@@ -150,6 +158,55 @@ def test_changes_that_torch_does_not_count(change: str) -> None:
     assert all(isinstance(error, SourceChanged) and error.names == ("bias",) for error in simulated(program))
 
 
+@pytest.mark.parametrize("staging", ["whole", "buckets"])
+def test_a_change_that_is_taken_back_once_it_was_sent(staging: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with averaged weights, for which an evaluation swaps them: torch does not count it, and the values are those of before."""
+    sends = Run._run
+
+    def swapped(run: Run) -> None:
+        places: list[Any] = [room.regions[0].held for room in run._sources.values()][:1]
+        before = [place.clone() for place in places]
+        for place in places:
+            place.data.fill_(9.0)
+        sends(run)
+        for place, values in zip(places, before, strict=True):
+            place.data.copy_(values)
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = plain() if source.is_member else plain().to(torch.bfloat16)
+        weights = link.weights(layer, staging=staging, cast=torch.bfloat16)
+        assert raised(weights.push(1).wait if source.is_member else weights.pull) is None
+        link.mesh.barrier("link")
+        monkeypatch.setattr(Run, "_run", swapped)
+        error = raised(weights.push(2).wait if source.is_member else weights.pull)
+        return type(error).__name__, error and error.names, weights.version  # type: ignore[attr-defined]
+
+    kept = 1 if staging == "whole" else None
+    results = simulated(program)
+    assert {(name, len(names)) for name, names, _ in results} == {("SourceChanged", 1)}
+    assert [version for *_, version in results] == [1, 1, kept, kept]
+
+
+def test_elements_of_any_stride() -> None:
+    """A single element counts as contiguous."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        made = torch.arange(8.0) if source.is_member else torch.zeros(8)
+        z = torch.full((3,), 2 + 5j if source.is_member else 0j)
+        model = {"one": made[1::2][:1], "many": made[2::3], "imaginary": z.imag[:1], "conjugate": z.conj()}
+        weights = link.weights(model)
+        if source.is_member:
+            weights.push(1).wait()
+        else:
+            assert weights.pull() == 1
+        return {name: x.tolist() for name, x in model.items()}
+
+    assert (
+        simulated(program)
+        == [{"one": [1.0], "many": [2.0, 5.0], "imaginary": [5.0], "conjugate": [2 - 5j] * 3}] * 4
+    )
+
+
 def test_a_snapshot_may_change_at_once() -> None:
     """Also through `.data`, which torch does not count; the copy is of the push, not of the transfer."""
 
@@ -179,37 +236,31 @@ def test_a_snapshot_may_change_at_once() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex64, torch.bool]
 )
-def test_a_fingerprint_sees_every_change(dtype: torch.dtype) -> None:
+def test_a_digest_sees_every_change(dtype: torch.dtype) -> None:
     """One element, two that change by opposite amounts, two that change places; of any memory."""
     for size in (1, 2, 7, 1000, 140_000):
         x = (torch.arange(size) % 2).to(dtype)
-        assert fingerprint(x) == fingerprint(x.clone())
+        assert digest_of(x) == digest_of(x.clone())
         for at in {0, size // 2, size - 1}:
             y = x.clone()
             y[at] = ~y[at] if dtype == torch.bool else y[at] + 1
-            assert fingerprint(x) != fingerprint(y), (size, at)
+            assert digest_of(x) != digest_of(y), (size, at)
         if size > 2:
             y = x.clone()
             y[0], y[1] = x[1], x[0]
-            assert fingerprint(x) != fingerprint(y)
+            assert digest_of(x) != digest_of(y)
     z = torch.arange(24.0).view(4, 6)
-    assert fingerprint(z.t()) == fingerprint(z.t().contiguous()) != fingerprint(z)
-    assert fingerprint(z[1:, 3:]) == fingerprint(z[1:, 3:].clone())
+    assert digest_of(z.t()) == digest_of(z.t().contiguous()) != digest_of(z)
+    assert digest_of(z[1:, 3:]) == digest_of(z[1:, 3:].clone())
 
 
-def test_a_fingerprint_needs_no_copy_of_the_tensor() -> None:
-    """Of contiguous memory, of memory that begins at an odd byte, and of memory with gaps."""
+def test_a_digest_needs_no_copy_of_the_tensor() -> None:
+    """Of contiguous memory, and of memory that begins at an odd byte."""
     whole = torch.zeros(4096, 4096)
-    for memory in (
-        whole,
-        whole.view(torch.uint8).view(-1)[3:-2],
-        whole[:, 1:],
-        whole.t(),
-        whole.view(1, 1, -1)[..., ::2],
-    ):
-        fingerprint(memory[:1])
+    for memory in (whole, whole.view(torch.uint8).view(-1)[3:-2]):
+        digest_of(memory[:1])
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak
-        before, _ = peak_bytes(), fingerprint(memory)
+        before, _ = peak_bytes(), digest_of(memory)
         assert peak_bytes() - before < whole.nbytes // 8
 
 
@@ -351,11 +402,11 @@ def test_readers_during_a_transfer(staging: Any) -> None:
                 continue
             tear = weights._unchanged
 
-            def before_the_end(number: int, version: int = version) -> None:
+            def before_the_end(*arguments: Any, version: int = version) -> None:
                 with ExitStack() as reading:
                     refused = raised(lambda: reading.enter_context(weights.reading()))
                 looks.append((version, type(refused).__name__, weights.version))
-                tear(number)
+                tear(*arguments)
 
             weights._unchanged = before_the_end
             weights.pull()
@@ -478,7 +529,7 @@ def test_an_interrupt_in_on_commit(kind: type[BaseException]) -> None:
     assert results == [(["TransferFailed", ""], 2)] * 3 + [([kind.__name__, ""], 2)]
 
 
-@pytest.mark.parametrize("call", ["pull", "another pull", "transfer", "weights"])
+@pytest.mark.parametrize("call", ["pull", "another pull", "transfer", "weights", "close"])
 def test_calls_inside_on_commit_are_refused(call: str) -> None:
     """All other ranks wait for this one's on_commit there."""
 
@@ -488,6 +539,7 @@ def test_calls_inside_on_commit_are_refused(call: str) -> None:
             "another pull": lambda: others.pull(),
             "transfer": lambda: link.transfer(None, torch.zeros(2), "n -> n"),
             "weights": lambda: link.weights(plain()),
+            "close": link.close,
         }
         weights = link.weights(plain(), on_commit=lambda version: version == 1 and calls[call]())
         others = link.weights(plain())
@@ -545,6 +597,23 @@ def test_replaced_memory_is_an_error_on_every_rank(side: str) -> None:
         assert f"weight, bias of the {side}'s model on rank {0 if side == 'source' else 2}" in text
         assert "load_state_dict(assign=True)" in text
         assert as_source
+
+
+@pytest.mark.parametrize("side", ["source", "target", "both"])
+def test_a_new_parameter_is_an_error_on_every_rank(side: str) -> None:
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        model = nn.Sequential(plain())
+        model.register_buffer("skipped", torch.ones(1))
+        weights = link.weights(model, skip="skipped*")
+        model.register_buffer("skipped_too", torch.ones(1))
+        if side in ("both", "source" if source.is_member else "target"):
+            model.append(plain())
+        error = raised(weights.push(1).wait if source.is_member else weights.pull)
+        assert isinstance(error, TransferMismatch) and "1.weight" in str(error.given)
+        weights = link.weights(nn.Sequential(*model[:1]))
+        return raised(weights.push(1).wait if source.is_member else weights.pull)
+
+    assert simulated(program) == [None] * 4
 
 
 def test_a_reshard_of_fsdp_is_not_a_replacement() -> None:
