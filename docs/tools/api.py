@@ -563,6 +563,12 @@ def _written(name: str, parameters: Mapping[str, inspect.Parameter], returns: st
         return name + signature + returns
     shown: list[str] = []
     for each in parameters.values():
+        if (
+            each.kind is not each.POSITIONAL_ONLY
+            and any(it.kind is it.POSITIONAL_ONLY for it in parameters.values())
+            and "/" not in shown
+        ):
+            shown.append("/")
         if each.kind is each.KEYWORD_ONLY and not any(one.startswith("*") for one in shown):
             shown.append("*")
         shown.append(str(each))

@@ -359,7 +359,11 @@ def _received(
     for positions in by_value([head.hash for head in heads]).values():
         giver = numbers[positions[0]]
         mine = giver == sides.me
-        data = encoded[side] if mine else torch.empty(heads[positions[0]].nbytes, dtype=torch.uint8)
+        data = (
+            encoded[side]
+            if mine
+            else torch.empty(heads[positions[0]].nbytes, dtype=torch.uint8, device="cpu")
+        )
         data = sides.mesh.broadcast(sides.dim, data.to(sides.mesh.device), src=giver)
         received.append(([Row(*row) for row in decode(data, torch.device("cpu"))], positions))
     return received

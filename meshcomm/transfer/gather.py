@@ -68,7 +68,7 @@ class Gathered:
             if where.holds(position):
                 sources[number] = Room(regions(self._tensors[entry.name], where, position), dtype)
             shape = (0,) if sides.target is None else entry.target.shape
-            arrived.insert(0, torch.empty(shape, dtype=dtype))
+            arrived.insert(0, torch.empty(shape, dtype=dtype, device="cpu"))
             if sides.target is not None:
                 targets[number] = Room([Region(Box.at((0,) * len(shape), shape), arrived[0])], dtype)
         plan = Plan(sides.ends, entries, bucket_bytes=self._bucket_bytes)

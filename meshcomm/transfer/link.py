@@ -49,7 +49,10 @@ if TYPE_CHECKING:
 # How many agreements a rank remembers. A call like a forgotten one agrees again.
 _MOST_AGREED = 1000
 # Within one job.
-_AFTER = "after a loss, mesh.elastic.reopen() and meshcomm.link(source, target) again"
+_AFTER = (
+    "after a loss, mesh.elastic.reopen() of the program's first mesh, meshcomm.init of the others, and "
+    "meshcomm.link(source, target) again"
+)
 
 
 def link(
@@ -239,6 +242,7 @@ class Link:
                    other dims hold copies. Uneven parts follow torch.chunk. See docs/guide/transfer.md. Without it, DTensors say
                    how they are split, and a plain tensor is whole on every rank.
         sizes:     sizes of the sections of an axis such as (q+k+v)/tp.
+                   x, out and placement are passed by position, as these names may be those of sections.
         Called by: every rank of both sides, in the same order. The first call with new arguments agrees on them.
         Raises:    TransferMismatch, on every rank of both sides; TransferFailed, with the ranks that are lost or have not come;
                    CommunicationError.

@@ -207,6 +207,24 @@ def test_elements_of_any_stride() -> None:
     )
 
 
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_inside_a_default_device(snapshot: bool) -> None:
+    """As in programs that build a model on meta."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = plain(float(source.is_member))
+        out = torch.zeros(2)
+        with torch.device("meta"):
+            weights = link.weights(layer)
+            weights.push(1, snapshot=snapshot).wait() if source.is_member else weights.pull()
+            link.transfer(
+                layer.bias[:2] if source.is_member else None, out if target.is_member else None, "n -> n"
+            )
+        return layer.bias.unique().tolist(), out.tolist() == [1.0, 1.0] or source.is_member
+
+    assert simulated(program) == [([1.0], True)] * 4
+
+
 def test_a_snapshot_may_change_at_once() -> None:
     """Also through `.data`, which torch does not count; the copy is of the push, not of the transfer."""
 
