@@ -92,7 +92,7 @@ def transfer(
     """Compare what sending a model's weights from one mesh to another costs with the least possible.
 
     The weights are those of [model] of SOURCE, split as the training of SOURCE and of TARGET splits them, by the roles in
-    [parallel]. In a configuration without [parallel], tp (or tensor) splits layers, ep (or expert) of a view distributes
+    [parallel]. In a configuration of only a mesh, tp (or tensor) splits layers, ep (or expert) of a view distributes
     experts, and ranks along other dims hold copies. [topology] is SOURCE's. Nothing is started or loaded.
     """
     from meshcomm.commands.processes import world_of
@@ -124,6 +124,15 @@ def transfer(
             given=f"mesh.dims with a size of -1 in {target}",
             expected="their number, or a size for each dim",
             hint="--target-world-size N, or --target-set mesh.dims.DIM=N",
+        )
+    if model is None and settings[1].model not in (None, settings[0].model):
+        ours, theirs = (config.model.model_dump() for config in settings if config.model is not None)
+        keys = [key for key in ours if ours[key] != theirs.get(key)]
+        raise ConfigError(
+            "the two configurations have different models",
+            given=", ".join(f"{key} = {ours[key]} in {source}, {theirs.get(key)} in {target}" for key in keys),
+            expected="the same [model] in both, or none in TARGET",
+            hint="--model FOLDER, for the model of another folder on both sides",
         )
     described = _model(settings[0], model)
     worlds = world_of(settings[0], world), world_of(settings[1], target_world)

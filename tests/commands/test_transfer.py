@@ -60,7 +60,8 @@ def test_the_weights_of_a_training_on_copies(copies: str) -> None:
 
 
 def test_splits_are_those_of_each_training(copies: str) -> None:
-    facts = facts_of(str(CONFIGS / "ep4_edp2.toml"), str(CONFIGS / "hsdp2x2_tp2.toml"))
+    same = [f"--target-set=model.{key}" for key in ("intermediate_size=192", "experts=8")]
+    facts = facts_of(str(CONFIGS / "ep4_edp2.toml"), str(CONFIGS / "hsdp2x2_tp2.toml"), *same)
     of = splits(facts)
     assert of["layers.*.attn.wq.weight"] == ("n k", "n/tp/fsdp k")
     assert of["layers.*.ff.experts.w2"] == ("n/ep k a", "n/fsdp k a/tp")
@@ -117,3 +118,9 @@ def test_what_a_user_does_wrong_is_told_without_a_traceback(
     shown = command(QUICK if first == "SOURCE" else copies, copies, *rest)
     assert shown.exit_code == 2 and said in shown.stderr and "try:" in shown.stderr, shown.output
     assert shown.stdout == ""
+
+
+def test_different_models_are_refused() -> None:
+    shown = command(QUICK, QUICK, "--target-set", "model.hidden_size=256")
+    assert shown.exit_code == 2 and "hidden_size = 128 in" in shown.stderr, shown.output
+    assert command(QUICK, QUICK).exit_code == 0
