@@ -130,7 +130,9 @@ def transfer(
         keys = [key for key in ours if ours[key] != theirs.get(key)]
         raise ConfigError(
             "the two configurations have different models",
-            given=", ".join(f"{key} = {ours[key]} in {source}, {theirs.get(key)} in {target}" for key in keys),
+            given=", ".join(
+                f"{key} = {ours[key]} in {source}, {theirs.get(key)} in {target}" for key in keys
+            ),
             expected="the same [model] in both, or none in TARGET",
             hint="--model FOLDER, for the model of another folder on both sides",
         )

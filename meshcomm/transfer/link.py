@@ -16,6 +16,7 @@ from meshcomm.comm.checks import check_in_place, share_memory
 from meshcomm.errors import (
     LaunchError,
     LayoutError,
+    MeshClosed,
     MeshcommError,
     MeshMismatchError,
     ShapeError,
@@ -105,6 +106,13 @@ def link(
                 given=repr(end),
                 expected="an open mesh",
                 hint="meshcomm.init(...)",
+            )
+        if end is not None and end._state.closed:
+            raise MeshClosed(
+                f"the {of} of a link is closed",
+                given=repr(end),
+                expected="an open mesh",
+                hint="meshcomm.init(...) again",
             )
     if stripes is not None:
         stripes = _dims_of(stripes, target)

@@ -111,6 +111,8 @@ def test_a_closed_link() -> None:
                 for _ in range(2):
                     with pytest.raises(MeshClosed, match="closed"):
                         call()
+        with pytest.raises(MeshClosed, match="the source of a link is closed"):
+            meshcomm.link(source, target)
 
     meshcomm.simulate(program, dims={"all": 8})
 
