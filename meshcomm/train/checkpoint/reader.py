@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from meshcomm.errors import TrainingError
-from meshcomm.train.checkpoint.folder import METADATA, instead_of
+from meshcomm.train.checkpoint.folder import METADATA, instead_of, opened, read
 from meshcomm.train.checkpoint.parts import Kind, kind_of, parts_of, untiled
 from meshcomm.train.torch_private import CHECKSUM
 from meshcomm.transfer.fused import Kept
@@ -80,7 +80,7 @@ class Saved:
         self.folder = folder
         path = folder / METADATA
         try:
-            metadata = unpickle(path.read_bytes())
+            metadata = unpickle(read(path))
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of metadata")
             self.kinds = {
@@ -110,14 +110,18 @@ class Saved:
         Raises TrainingError if a name, shape or dtype differs, if parts are missing, or if a file is missing, truncated
         or has changed since it was written.
         """
-        for name, tensor in state.items():
-            self._check(name, kind_of(tensor), self.kinds.get(name))
+        self.check(state)
         for part in parts_of(state):
             for chunk in self._chunks(part.name):
                 if (common := chunk.common(part.box)) is not None:
                     begin, end, _ = common
                     saved = Region(chunk, self._read(part.name, chunk, part.kind.dtype))
                     part.region.write(begin, end, saved.read(begin, end))
+
+    def check(self, state: Mapping[str, Tensor | Kept]) -> None:
+        """Raise TrainingError if a name, shape or dtype differs from `state`, or if parts are missing. Reads no file."""
+        for name, tensor in state.items():
+            self._check(name, kind_of(tensor), self.kinds.get(name))
 
     def _chunks(self, name: str) -> list[Box]:
         saved: Any = self._metadata.state_dict_metadata[name]
@@ -136,7 +140,7 @@ class Saved:
         try:
             place = self._metadata.storage_data[MetadataIndex(name, chunk.begin)]
             path = _file(self.folder, place)
-            with path.open("rb") as file:
+            with opened(path) as file:
                 file.seek(place.offset)
                 record = io.BytesIO(file.read(place.length))
             if record.getbuffer().nbytes < place.length:
