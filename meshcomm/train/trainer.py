@@ -29,7 +29,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.model import LossOf, Model
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
-from meshcomm.train.agree import agree, agreed_corpus, corpus_of
+from meshcomm.train.agree import agree, agree_on_weights, agreed_corpus, corpus_of
 from meshcomm.train.arguments import (
     MakeScheduler,
     check_callbacks,
@@ -551,6 +551,8 @@ class Trainer:
             holds = filled
             # Parameters that a checkpoint does not have are read or initialized at each start.
             filled = filled or not self._model.saves_all
+            if filled and self._given is None:
+                agree_on_weights(self.mesh, self._facts.sections.model)
             # Parameters that are made in inference mode could not be trained.
             with torch.inference_mode(False):
                 engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)

@@ -220,10 +220,17 @@ def replace(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+def size_of(path: Path) -> int:
+    """Return the size of a regular file. Raises OSError for anything else."""
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return facts.st_size
+
+
 def opened(path: Path) -> BinaryIO:
     """Open a file of a checkpoint or a run to read it. Raises OSError, also for a pipe or a device, which could block forever."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    size_of(path)
     return path.open("rb")
 
 

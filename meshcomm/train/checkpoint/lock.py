@@ -43,7 +43,7 @@ _OF_NO_EFFECT = {"data.workers"} | {
 }
 # The key of [model] pretrained's config.json in a lock's config. These keys of that file do not affect the results:
 PRETRAINED = "pretrained"
-_NOT_THE_MODEL = {
+NOT_THE_MODEL = {
     f"{PRETRAINED}.{name}"
     for name in ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 }
@@ -179,7 +179,7 @@ def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
         before, after = old.get(name), new.get(name)
         # The order of mesh.dims decides which rank has which coords.
         moved = isinstance(before, dict) and before == after and list(before) != list(after)
-        if name not in _OF_NO_EFFECT | _NOT_THE_MODEL and (moved or before != after):
+        if name not in _OF_NO_EFFECT | NOT_THE_MODEL and (moved or before != after):
             differences[name] = before, after
     allowed = now.config["train"].get("resume_changed", ())
     fixed = [

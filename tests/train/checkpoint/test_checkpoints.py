@@ -756,31 +756,39 @@ def test_a_checkpoint_that_is_replaced_while_a_run_begins_is_refused(at_step_4: 
             resume(mesh, engine, path, run=True, begun=begun)
 
 
-def refused_loads(config: Config, path: Path) -> tuple[str, str]:
-    """The errors of a load with another optimizer, which changes nothing, and of one that fails in between."""
+def refused_loads(config: Config, path: Path) -> tuple[str, str, str]:
+    """The errors of loads with another optimizer and with a file cut short, which change nothing, and of one that fails in between."""
     with meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
         before = weights_of(trainer)
         with pytest.raises(TrainingError) as other:
             trainer.load(path)
         assert same(before, weights_of(trainer)) and trainer.engine.done == 0
+        trainer, file = Trainer(mesh, config), path / "__3_0.distcp"
+        before = weights_of(trainer)
+        content = bytearray(file.read_bytes())
         mesh.barrier()
         if mesh.rank == 0:
-            file = next(path.glob("__3_0.distcp"))
-            content = bytearray(file.read_bytes())
+            os.truncate(file, len(content) - 9)
+        mesh.barrier()
+        with pytest.raises(TrainingError) as cut:
+            trainer.load(path)
+        assert same(before, weights_of(trainer))
+        mesh.barrier()
+        if mesh.rank == 0:
             content[len(content) // 2] ^= 16
             file.write_bytes(content)
         mesh.barrier()
         with pytest.raises(TrainingError) as damaged:
-            Trainer(mesh, config).load(path)
-    return str(other.value), str(damaged.value)
+            trainer.load(path)
+    return str(other.value), str(cut.value), str(damaged.value)
 
 
 def test_a_load_that_does_not_fit_changes_nothing(pool: Pool, at_step_4: Path) -> None:
     path = at_step_4 / "checkpoints" / "step-000004"
-    for other, damaged in pool.run(refused_loads, tiny(at_step_4, TWO), path, ranks=2):
+    for other, cut, damaged in pool.run(refused_loads, tiny(at_step_4, TWO), path, ranks=2):
         assert "the checkpoint does not fit: the optimizer's state\n  given:    that of AdamW" in other
-        assert "neither" not in other
+        assert "__3_0.distcp: ends within the" in cut and "neither" not in other + cut
         assert "the checkpoint is damaged: " in damaged
         assert (
             f"the state is now neither the earlier one nor that of {path}, until a load succeeds" in damaged
