@@ -124,15 +124,21 @@ def claim(folder: Path, token: str) -> bool:
         made = True
     except FileExistsError:
         made = False
+    mark = folder / CLAIM
     try:
-        with (folder / CLAIM).open("x", encoding="utf-8") as file:
-            file.write(token)
+        file = mark.open("x", encoding="utf-8")
     except FileExistsError:
         raise _taken(folder) from None
-    # Another save may have ended since the check.
-    if any(entry.name != CLAIM for entry in folder.iterdir()):
-        (folder / CLAIM).unlink()
-        raise _taken(folder)
+    try:
+        with file:
+            file.write(token)
+        # Another save may have ended since the check.
+        if any(entry != mark for entry in folder.iterdir()):
+            mark.unlink()
+            raise _taken(folder)
+    except OSError:
+        mark.unlink(missing_ok=True)
+        raise
     return made
 
 

@@ -756,6 +756,15 @@ def test_a_checkpoint_that_is_replaced_while_a_run_begins_is_refused(at_step_4: 
             resume(mesh, engine, path, run=True, begun=begun)
 
 
+def test_a_pipe_in_a_run_is_refused_on_every_rank(pool: Pool, at_step_4: Path) -> None:
+    config = tiny(at_step_4, TWO, "train.resume=true")
+    for file in (at_step_4 / "metrics.jsonl", at_step_4 / "checkpoints" / "step-000004" / ".metadata"):
+        file.unlink()
+        os.mkfifo(file)
+        for text in pool.run(runs.losses_or_error, config, ranks=2):
+            assert "not a regular file" in text and str(file) in text, text
+
+
 def refused_loads(config: Config, path: Path) -> tuple[str, str, str]:
     """The errors of loads with another optimizer and with a file cut short, which change nothing, and of one that fails in between."""
     with meshcomm.init(config) as mesh:

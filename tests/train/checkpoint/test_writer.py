@@ -434,6 +434,15 @@ def test_a_folder_belongs_to_one_save_and_only_its_own_files_are_removed(tmp_pat
         assert [path.name for path in folder.iterdir()] == ["foreign"]
 
 
+def test_the_holder_of_the_lease_writes_over_the_rest_of_an_interrupted_save(tmp_path: Path) -> None:
+    draft = tmp_path / "checkpoints" / "step-000001.saving"
+    draft.mkdir(parents=True)
+    (draft / "__0_0.distcp").write_text("half")
+    with meshcomm.init(config({"one": 1})) as mesh, Checkpoints(mesh, settings(tmp_path)) as checkpoints:
+        checkpoints.save(lock(1), {"w": torch.ones(3)})
+    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step-000001"]
+
+
 def test_of_saves_at_the_same_time_one_has_the_folder(tmp_path: Path) -> None:
     for number in range(20):
         folder, ready = tmp_path / f"{number}", threading.Barrier(4)
