@@ -23,7 +23,12 @@ def export(
         ),
     ],
     target: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The safetensors file or the folder to write.")
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="The safetensors file to write, new or written by an earlier export (a symlink is followed); "
+            "or the new folder.",
+        ),
     ],
     pretrained: Annotated[
         bool,

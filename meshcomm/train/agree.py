@@ -13,18 +13,24 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from meshcomm.config import Config
+from meshcomm.config import Config, ModelConfig
 from meshcomm.config.write import key_path, whole_toml
 from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank, on_all_ranks, ranks_of
+from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.parallel.splits import Sections, sections
+from meshcomm.train.checkpoint.folder import opened, read
+from meshcomm.train.checkpoint.lock import NOT_THE_MODEL, PRETRAINED
 from meshcomm.train.data import Corpus, load
 from meshcomm.watching.verdict import alike, majority
 
 # Settings that may differ between hosts.
 _PATHS = {"files", "tokens", "chat", "tokenizer", "validation_files", "pretrained", "out"}
+_WEIGHTS = "pretrained_sha256"
+# The number of bytes of each tensor, and of a file's header, that are read to compare weights.
+_FIRST, _LONGEST = 4096, 1 << 28
 # The number of settings that an error lists.
 _SHOWN = 8
 
@@ -79,6 +85,46 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     return corpus
 
 
+def agree_on_weights(mesh: Mesh, model: ModelConfig | None) -> None:
+    """Check that all ranks would read the same weights from their folders of [model] pretrained, whose paths may differ.
+
+    Compares the model's config.json, and the name, kind and first bytes of each tensor.
+    Called by: every rank of the mesh, before it reads the weights.
+    Raises:    TrainingError on every rank that names model.pretrained_sha256.
+    """
+    if model is not None and model.reads_weights and not mesh.is_fake:
+        digest = _digest_of(Path(str(model.pretrained)))
+        # A rank that cannot read its folder says why when it reads the weights.
+        if all(of_every_rank(mesh, digest)):
+            _same(mesh, {"model": {_WEIGHTS: digest}})
+
+
+def _digest_of(folder: Path) -> str:
+    """Return a digest of a model's folder; "" if it cannot be read."""
+    tensors: dict[str, Any] = {}
+    try:
+        settings = json.loads(read(folder / "config.json"))
+        if (folder / SINGLE).is_file():
+            files = {SINGLE}
+        else:
+            files = set(json.loads(read(folder / INDEX))["weight_map"].values())
+        for name in files:
+            with opened(folder / name) as file:
+                length = int.from_bytes(file.read(8), "little")
+                for tensor, facts in json.loads(file.read(min(length, _LONGEST))).items():
+                    if tensor != "__metadata__":
+                        begin, end = facts["data_offsets"]
+                        file.seek(8 + length + begin)
+                        first = hashlib.sha256(file.read(min(end - begin, _FIRST))).hexdigest()
+                        tensors[tensor] = facts["dtype"], facts["shape"], first
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    settings = {
+        name: value for name, value in settings.items() if f"{PRETRAINED}.{name}" not in NOT_THE_MODEL
+    }
+    return hashlib.sha256(json.dumps([settings, tensors], sort_keys=True).encode()).hexdigest()
+
+
 def corpus_of(sections: Sections, vocab_size: int = 0, cache: Path | None = None) -> Corpus:
     """Return the data that this rank reads. vocab_size: see `agreed_corpus`. cache: see `load`."""
     _, model, data, train = sections
@@ -128,6 +174,8 @@ def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingErro
         hint="in data.files, name files that are identical on every host; the default, the sources of Python's "
         "standard library, differs between Python versions"
         if keys == ["data.sha256"]
+        else "in model.pretrained, name folders with the same model and weights on every host"
+        if keys == [f"model.{_WEIGHTS}"]
         else f"start {ranks_text(sorted(odd))} with the same configuration{' as the others' if right else ''}",
     )
 

@@ -22,7 +22,7 @@ from meshcomm.models import model_of
 from meshcomm.models.lora import ADAPTER, adapter_options, with_adapters
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.state import OF_MODULE, OF_PARAMETER
-from meshcomm.train.checkpoint.folder import FOLDER, checkpoints_in, is_complete, name_of
+from meshcomm.train.checkpoint.folder import FOLDER, checkpoints_in, is_complete, name_of, path_of
 from meshcomm.train.checkpoint.lock import PRETRAINED, Lock
 from meshcomm.train.checkpoint.parts import Kind
 from meshcomm.train.checkpoint.reader import Saved
@@ -30,6 +30,7 @@ from meshcomm.train.export_files import (
     CONFIG,
     Parameters,
     Piece,
+    check_file,
     check_new,
     copy_beside,
     could_not,
@@ -79,9 +80,10 @@ def export_weights(source: Path, target: Path) -> Exported:
     """Write a checkpoint's weights into the safetensors file `target`, under the names in the module's state_dict.
 
     source: a complete checkpoint, saved on any mesh; or a run, whose last checkpoint is used.
+    target: a new file, or an earlier safetensors file, which is replaced at the end. A symlink is followed.
     Does not require a process group. Raises TrainingError; UnsupportedOp for an extra state that is not a tensor.
     """
-    folder = find_checkpoint(source)
+    folder, file = find_checkpoint(source), check_file(target)
     lock, saved = Lock.read(folder), Saved(folder)
     for full in saved.kinds:
         if full.startswith(OF_MODULE):
@@ -103,8 +105,8 @@ def export_weights(source: Path, target: Path) -> Exported:
     # Larger elements first, so that each tensor is aligned.
     pieces = sorted(parameters.pieces(), key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
     with could_not(f"export {folder} to {target}"):
-        write_file(target, pieces, parameters)
-    return Exported(folder, target, lock.step, len(pieces), target.stat().st_size)
+        write_file(file, pieces, parameters)
+    return Exported(folder, target, lock.step, len(pieces), file.stat().st_size)
 
 
 def export_pretrained(
@@ -212,11 +214,18 @@ def save_pretrained(
     Raises:    ConfigError if the model was not loaded from such a folder; TrainingError on every rank if one rank
                cannot write, or if `folder` exists. In these cases, all written files are removed.
     """
-    engine, mesh, target = trainer.engine, trainer.mesh, Path(folder)
-    named, what = engine.sections.model, f"write {target}"
+    engine, mesh = trainer.engine, trainer.mesh
+    named, what = engine.sections.model, f"write {folder}"
     if named is None or named.pretrained is None or not isinstance(engine.model, SpecModel):
         raise _not_pretrained("the model of this trainer")
-    on_all_ranks(mesh, what, lambda: check_new(target) if is_first(mesh) else None)
+
+    def look() -> Path:
+        path = path_of(folder)
+        if is_first(mesh):
+            check_new(path)
+        return path
+
+    target = on_all_ranks(mesh, what, look)
     lock, first = trainer._lock(), min(ranks_of(mesh))
     own = {name.removeprefix("model."): tensor for name, tensor in engine.own_weights().items()}
     weights = Gathered(mesh, own, first)

@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.models.weights import INDEX, SINGLE
+from meshcomm.train.checkpoint.folder import FOLDER, checkpoints_in, is_complete
 from meshcomm.train.checkpoint.parts import Kind
 from meshcomm.train.checkpoint.reader import SAFETENSORS_NAMES
 from meshcomm.transfer.naming import Naming
@@ -97,7 +99,7 @@ class Parameters:
 def write_file(path: Path, pieces: Sequence[Piece], parameters: Parameters) -> None:
     """Write pieces to a safetensors file.
 
-    The file appears under its name once it is complete and on disk. An existing file is replaced.
+    The file appears under its name once it is complete and on disk. An existing file is replaced; see `check_file`.
     Raises: UnsupportedOp for a dtype that the format does not support, or on a big-endian machine; OSError.
     """
     entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
@@ -118,9 +120,9 @@ def write_file(path: Path, pieces: Sequence[Piece], parameters: Parameters) -> N
     header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
+    draft = _draft_of(path)
     try:
-        with draft.open("wb") as file:
+        with draft.open("xb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             for piece in pieces:
                 if piece.nbytes:
@@ -152,9 +154,9 @@ def shards_of(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a draft of `target`, and rename it at the end. Raises TrainingError. If the block fails, the draft is removed."""
     check_new(target)
-    draft = target.with_name(f".{target.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    draft = _draft_of(target)
+    with could_not(f"write {target}"):
+        draft.mkdir(parents=True)
     try:
         with could_not(f"write {target}"):
             yield draft
@@ -163,14 +165,72 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
+def _draft_of(target: Path) -> Path:
+    """Return a hidden name next to `target` that no other export uses."""
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
+
+
 def check_new(target: Path) -> None:
-    if target.exists():
+    """Raise TrainingError if a folder cannot be created as `target`."""
+    with could_not(f"write {target}"):
+        if os.path.lexists(target):
+            raise TrainingError(
+                f"{target} exists already",
+                given=f"{target}, which is a {'folder' if target.is_dir() else 'file'}",
+                expected="the name of a folder that does not exist yet",
+                hint="choose another name, or remove it first",
+            )
+        _check_outside(target.resolve())
+
+
+def check_file(target: Path) -> Path:
+    """Return the path of the file to write as `target`: of a symlink, the path that it leads to.
+
+    Raises TrainingError if the path lies in a checkpoint, or if something is there that is not a safetensors file or an empty
+    file. An export replaces only an earlier one.
+    """
+    with could_not(f"write {target}"):
+        path = target.resolve()
+        _check_outside(path)
+        # A pipe has no path to which it could be resolved.
+        if target.is_dir():
+            what = "a folder"
+        elif target.exists() and not target.is_file():
+            what = "not a regular file"
+        elif target.is_file() and not _is_replaceable(path):
+            what = "no safetensors file"
+        else:
+            return path
         raise TrainingError(
-            f"{target} exists already",
-            given=f"{target}, which is a {'folder' if target.is_dir() else 'file'}",
-            expected="the name of a folder that does not exist yet",
-            hint="choose another name, or remove it first",
+            f"an export cannot be written as {target}, which is {what}",
+            given=f"{target}, which leads to {path}"
+            if target.is_symlink() or not target.name
+            else f"{target}",
+            expected="the name of a new file, or of an earlier safetensors file",
+            hint=f"meshcomm export RUN {target / SINGLE}; for a folder, --pretrained or --merged"
+            if target.is_dir()
+            else "choose another name, or remove it first",
         )
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Return whether a file is empty, or begins like a safetensors file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length, first = int.from_bytes(file.read(8), "little"), file.read(1)
+    return size == 0 or (first == b"{" and 8 + length <= size)
+
+
+def _check_outside(target: Path) -> None:
+    """Raise TrainingError if `target` lies in a checkpoint, or in a run's folder of checkpoints."""
+    for folder in target.parents:
+        if is_complete(folder) or (folder.name == FOLDER and checkpoints_in(folder)):
+            raise TrainingError(
+                f"an export is not written into {'a checkpoint' if is_complete(folder) else 'the checkpoints of a run'}",
+                given=f"{target}, which is in {folder}",
+                expected="a path outside of it",
+                hint=f"choose another folder, such as {folder.parent.parent / target.name}",
+            )
 
 
 def copy_beside(folder: Path, source: Path) -> None:

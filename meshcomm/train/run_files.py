@@ -18,7 +18,7 @@ from meshcomm.errors import TrainingError
 from meshcomm.layout import Plan
 from meshcomm.mesh import Mesh
 from meshcomm.train.callbacks import Evaluation, Start, Step, Summary
-from meshcomm.train.checkpoint.folder import FOLDER, replace
+from meshcomm.train.checkpoint.folder import FOLDER, opened, read, replace
 
 METRICS: Final = "metrics.jsonl"
 CONFIG: Final = "config.json"
@@ -72,9 +72,10 @@ class MetricsFile:
     def __init__(self, folder: Path, after: int = 0, check: Callable[[], None] = lambda: None) -> None:
         check_folder(folder)
         self.path, self._check = folder / METRICS, check
-        if self.path.exists():
-            os.truncate(self.path, _end_of(self.path, after))
-        self._file = self.path.open("a", encoding="utf-8")
+        with naming(self.path):
+            if self.path.exists():
+                os.truncate(self.path, _end_of(self.path, after))
+            self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: Step | Evaluation) -> None:
         """Append one line with all known fields. Numbers that are not finite are written as null."""
@@ -105,7 +106,7 @@ class MetricsFile:
 def last_step(folder: Path) -> int:
     """Return the last step with a line in `folder`/metrics.jsonl; 0 if there is none."""
     with contextlib.suppress(OSError):
-        lines = (folder / METRICS).read_bytes().splitlines(keepends=True)
+        lines = read(folder / METRICS).splitlines(keepends=True)
         for line in reversed(lines):
             with contextlib.suppress(ValueError):
                 facts = json.loads(line)
@@ -117,7 +118,7 @@ def last_step(folder: Path) -> int:
 def _end_of(path: Path, step: int) -> int:
     """Return the number of bytes up to the end of the last line for `step`. Reading stops at a truncated line."""
     end = 0
-    with path.open("rb") as file:
+    with opened(path) as file:
         for line in file:
             try:
                 if not line.endswith(b"\n") or json.loads(line)["step"] > step:

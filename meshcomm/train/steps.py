@@ -219,12 +219,16 @@ class Steps:
         """Run the steps. Called by: every rank. The return value and the errors are those of Trainer.run."""
         mesh, train, resumed = self._mesh, self._train, self._start.resumed
         with contextlib.ExitStack() as stack:
-            ended: list[Summary] = []
-            if is_first(mesh):
+
+            def record() -> list[Summary]:
+                if not is_first(mesh):
+                    return []
                 # Files of another run were renamed when this one started.
                 after, check = 0 if resumed is None else resumed.step, self._checkpoints.lease.check
                 self._metrics = stack.enter_context(MetricsFile(self._out, after, check))
-                ended = stack.enter_context(recorded(self._out, self._config, mesh.plan, self._start, check))
+                return stack.enter_context(recorded(self._out, self._config, mesh.plan, self._start, check))
+
+            ended = on_all_ranks(mesh, f"write into {self._out}", record)
             stack.enter_context(self._checkpoints)
             stack.enter_context(self._signals)
             stack.enter_context(self._source)

@@ -29,7 +29,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.model import LossOf, Model
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
-from meshcomm.train.agree import agree, agreed_corpus, corpus_of
+from meshcomm.train.agree import agree, agree_on_weights, agreed_corpus, corpus_of
 from meshcomm.train.arguments import (
     MakeScheduler,
     check_callbacks,
@@ -395,7 +395,7 @@ class Trainer:
         losses: list[float] = []
         loader: Tensor | None = None
         if resumed is not None and lock.step:
-            losses, loader = resume(self.mesh, engine, resumed.folder, run=True)
+            losses, loader = resume(self.mesh, engine, resumed.folder, run=True, begun=lock)
         self._holds = True
         return Progress(start.continuing(lock), losses, resumed, None if isinstance(data, Corpus) else loader)
 
@@ -511,9 +511,10 @@ class Trainer:
 
         Called by: every rank.
         Raises:    TrainingError on every rank if one rank cannot write, or holds state that cannot be saved, or if the folder
-                   has files already or is named after another step, as step-000040.
+                   has files already, another job saves there, or it is named after another step, as step-000040. No other files
+               are changed or removed.
         """
-        write(self.mesh, state_of(self.mesh, self.engine), Path(folder), self._lock())
+        write(self.mesh, state_of(self.mesh, self.engine), folder, self._lock())
 
     def _lock(self) -> Lock:
         """Return the lock for a checkpoint of the last completed step."""
@@ -525,9 +526,10 @@ class Trainer:
         Call this first, so that the parameters in the folder are neither initialized nor read from elsewhere.
 
         Called by: every rank.
-        Raises:    TrainingError on every rank if one rank cannot read the folder, or if the state does not match.
+        Raises:    TrainingError on every rank if one rank cannot read the folder, if the state does not match, or if ranks would
+                   load different checkpoints. The state has not changed, unless the error says that it is neither of the two.
         """
-        resume(self.mesh, self._make(False), Path(folder))
+        resume(self.mesh, self._make(False), folder)
         self._holds = True
         self._copies.clear()
 
@@ -549,6 +551,8 @@ class Trainer:
             holds = filled
             # Parameters that a checkpoint does not have are read or initialized at each start.
             filled = filled or not self._model.saves_all
+            if filled and self._given is None:
+                agree_on_weights(self.mesh, self._facts.sections.model)
             # Parameters that are made in inference mode could not be trained.
             with torch.inference_mode(False):
                 engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from meshcomm.train.checkpoint.reader import SAFETENSORS_NAMES as NAMES
 from meshcomm.train.checkpoint.reader import Saved
 from meshcomm.train.checkpoint.writer import write_metadata, write_part
 from meshcomm.train.export import export_weights
+from meshcomm.train.export_files import new_folder
 
 LOCK = Lock(40, 2.5, "f", {"device": "cpu"}, {"train": {"lr": 0.1}}, {"torch": "2"})
 
@@ -129,14 +132,69 @@ def test_what_cannot_be_exported_leaves_no_file_and_the_old_one(
     tmp_path: Path, tensors: dict[str, torch.Tensor], cut: int, kind: type[Exception], words: str
 ) -> None:
     path = checkpoint(tmp_path / "run", tensors)
-    (tmp_path / "x").write_bytes(b"old")
+    old = (2).to_bytes(8, "little") + b"{}"
+    (tmp_path / "x").write_bytes(old)
     (part,) = path.glob("*.distcp")
     if cut:
         part.write_bytes(part.read_bytes()[:cut])
     with pytest.raises(kind, match=words):
         export_weights(path, tmp_path / "x")
-    assert (tmp_path / "x").read_bytes() == b"old"
+    assert (tmp_path / "x").read_bytes() == old
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "x"]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_export_replaces_only_an_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("run")
+    path = checkpoint(run, {"model.w": torch.ones(5)})
+    for file in (run / "metrics.jsonl", run / "run.json", Path("train.toml"), Path("w.tmp")):
+        file.write_text("[1, 2, 3, 4, 5]")
+    Path("folder").mkdir()
+    os.mkfifo("pipe")
+    for name, to in (("to_text", "train.toml"), ("to_pipe", "pipe"), ("to_new", "new"), ("loop", "loop")):
+        Path(name).symlink_to(to)
+    before = content(tmp_path)
+    wrong = {
+        "is not written into a checkpoint": [path / name for name in ("lock.json", "__0_0.distcp", "new")],
+        "is not written into the checkpoints of a run": [run / "checkpoints" / "new"],
+        "no safetensors file": [run / "metrics.jsonl", run / "run.json", "train.toml", "to_text"],
+        "not a regular file": ["pipe", "to_pipe", "/dev/null"],
+        "a folder": ["", "folder", "run"],
+        "could not write": ["loop", "x" * 300],
+    }
+    for words, targets in wrong.items():
+        for target in targets:
+            done = CliRunner().invoke(app, ["export", "run", str(target)])
+            assert done.exit_code == 2 and words in done.stderr.splitlines()[0], (target, done.output)
+            assert "  given: " in done.stderr and "  expected: " in done.stderr, target
+            assert words == "could not write" or "  try: " in done.stderr, target
+    # A folder in a checkpoint would damage it, or be taken for a checkpoint.
+    for target in (path / "folder", run / "checkpoints" / "step-000050"):
+        with pytest.raises(TrainingError, match="is not written into"), new_folder(target):
+            pytest.fail("the folder was created")
+    with pytest.raises(TrainingError, match="exists already"), new_folder(Path("to_new")):
+        pytest.fail("the folder was created")
+    assert content(tmp_path) == before
+    # A link is followed; an empty file and an earlier export are replaced.
+    Path("empty").touch()
+    for target in ("to_new", "to_new", "empty", run / "w", "w"):
+        export_weights(run, Path(target))
+        assert load_file(target)["w"].tolist() == [1.0] * 5
+    assert Path("to_new").is_symlink() and Path("w.tmp").read_text() == "[1, 2, 3, 4, 5]"
+
+
+@pytest.mark.parametrize("name", ["lock.json", ".metadata", "__0_0.distcp"])
+def test_a_pipe_in_a_checkpoint_is_not_opened(tmp_path: Path, name: str) -> None:
+    path = checkpoint(tmp_path / "run", {"model.w": torch.ones(5)})
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(TrainingError, match=re.escape(name)) as caught:
+        export_weights(tmp_path / "run", tmp_path / "x")
+    assert "not a regular file" in (caught.value.given or "")
 
 
 def anonymous_bytes() -> int:

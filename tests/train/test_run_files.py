@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def test_metrics_are_cut_back_and_continued(tmp_path: Path, text: str | None, af
     lines = path.read_text()
     assert lines.startswith(kept) and json.loads(lines[len(kept) :])["step"] == after + 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_pipe_in_place_of_metrics_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(TrainingError, match="cannot be written: not a regular file"):
+        MetricsFile(tmp_path)
 
 
 def test_metrics_that_cannot_be_written_end_the_run_with_an_error_that_names_them(tmp_path: Path) -> None:

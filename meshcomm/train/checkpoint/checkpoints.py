@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Final, Self, final
 import torch
 from torch import Tensor
 
+from meshcomm.comm.codec import decode
 from meshcomm.config import TrainConfig
-from meshcomm.errors import CommunicationError, RankLost, TrainingError
+from meshcomm.errors import CommunicationError, MeshcommError, RankLost, TrainingError
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
+from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks, ranks_of
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.state import OF_MODULE
+from meshcomm.parallel.state import EXTRA, OF_MODULE, OF_PARAMETER, OF_TRAINING
 from meshcomm.train.callbacks import Resumed
 from meshcomm.train.checkpoint.folder import (
     FOLDER,
@@ -28,6 +31,7 @@ from meshcomm.train.checkpoint.folder import (
     is_complete,
     keep_last,
     name_of,
+    path_of,
     replace,
     saving,
     tidy,
@@ -39,6 +43,7 @@ from meshcomm.train.checkpoint.writer import Save, divide
 from meshcomm.train.data import STATE
 from meshcomm.train.run_files import put_aside
 from meshcomm.transfer.fused import Kept
+from meshcomm.watching.verdict import alike
 
 # The losses of all steps, in a run's checkpoint.
 LOSSES: Final = "run.losses"
@@ -50,46 +55,149 @@ def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
     """Fill the tensors of `state` in place from a folder that `write` or a run has saved on any mesh.
 
     Called by: every rank. Each rank reads only the data that its parts need.
-    Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
+    Raises:    TrainingError on every rank if one rank cannot read, if a name, shape or dtype differs, or if the ranks' folders
+               hold different checkpoints.
     """
+    what = f"resume from {folder}"
 
-    def fill() -> None:
-        Lock.read(folder)
-        Saved(folder).fill(state)
+    def look() -> tuple[Lock, Saved]:
+        lock, saved = Lock.read(folder), Saved(folder)
+        saved.check(state)
+        return lock, saved
 
-    on_all_ranks(mesh, f"resume from {folder}", fill)
+    lock, saved = on_all_ranks(mesh, what, look)
+    _check_same(mesh, folder, lock)
+    on_all_ranks(mesh, what, lambda: saved.fill(state))
+
+
+def _check_same(mesh: Mesh, folder: Path, lock: Lock) -> None:
+    """Raise TrainingError on every rank if the ranks have read the locks of different checkpoints. Paths may differ."""
+    if len(set(of_every_rank(mesh, lock.digest))) > 1:
+        # Every rank sees the same digests, so all ranks raise.
+        texts = [f"step {step} in {path}" for step, path in of_every_rank(mesh, [lock.step, str(folder)])]
+        there = dict(zip(ranks_of(mesh), texts, strict=True))
+        lines = [f"{ranks_text(sorted(ranks))}: {there[ranks[0]]}" for ranks in alike(ranks_of(mesh), there)]
+        raise TrainingError(
+            "ranks would load different checkpoints",
+            given="\n".join(lines[:8]),
+            expected="the same checkpoint on every rank, with equal lock.json and .metadata",
+            hint="give every rank the same folder, into which no other job saves",
+        )
 
 
 def resume(
-    mesh: Mesh, engine: Engine, folder: Path, *, run: bool = False
+    mesh: Mesh, engine: Engine, folder: str | Path, *, run: bool = False, begun: Lock | None = None
 ) -> tuple[list[float], Tensor | None]:
     """Load a checkpoint, saved on any mesh, into the engine.
 
     run:       whether to read also what only a run saves.
+    begun:     the checkpoint's lock as the run has read it before.
     Called by: every rank. Each rank reads only the data that its parts need.
     Returns:   the loss of each step, and the state of this rank's data loader. [] and None if they are not saved, the latter
                also if none was saved for this rank's share of the data.
-    Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
+    Raises:    TrainingError on every rank if one rank cannot read, if a name, shape or dtype differs, if the ranks' folders hold
+               different checkpoints, or if the optimizer is another one. The engine has not changed, unless the error says so.
     """
     known_names = engine.names_of_all_stages()
+    what = f"resume from {folder}"
 
-    def put_back() -> tuple[list[float], Tensor | None]:
-        lock, saved = Lock.read(folder), Saved(folder)
+    def look() -> tuple[Path, Lock, Saved]:
+        path = path_of(folder)
+        lock, saved = Lock.read(path), Saved(path)
+        if begun is not None and lock.digest != begun.digest:
+            raise TrainingError(
+                "the checkpoint has changed since the run began to read it",
+                given=f"{path}: step {begun.step} before, step {lock.step} now",
+                expected="a checkpoint that no other job replaces",
+                hint="start the run again once no other job writes there",
+            )
         parts = [name for name in saved.kinds if name.startswith(("model.", OF_MODULE))]
         if more_there := [name for name in parts if name not in known_names]:
             raise TrainingError(
                 f"the checkpoint does not fit: {', '.join(more_there[:4])}",
-                given=f"{len(more_there)} of {len(parts)} tensors in {folder} that the model does not have",
+                given=f"{len(more_there)} of {len(parts)} tensors in {path} that the model does not have",
                 expected="a model that has all of the checkpoint's parameters and buffers",
                 hint="resume with the checkpoint's model; to use its weights in another model, run meshcomm export",
             )
+        if run:
+            saved.check({LOSSES: torch.empty(lock.step, dtype=torch.float64)})
+        try:
+            engine.put_back(saved.kinds, partial(_check_fits, engine, saved, known_names), lock.step)
+        except _Fits:
+            return path, lock, saved
+        raise AssertionError("put_back has not filled the state")
+
+    path, lock, saved = on_all_ranks(mesh, what, look)
+    _check_same(mesh, path, lock)
+
+    def put_back() -> tuple[list[float], Tensor | None]:
         losses = {LOSSES: torch.zeros(lock.step, dtype=torch.float64)} if run else {}
-        engine.put_back(saved.kinds, lambda state: saved.fill({**state, **losses}), lock.step)
         data = STATE.format(engine.data_coord, engine.data_size)
+        # What a run alone has can fail before the engine changes.
+        saved.fill(losses)
         loader = saved.load(data) if run and data in saved.kinds else None
+        try:
+            engine.put_back(saved.kinds, saved.fill, lock.step)
+        except Exception as error:
+            if run:
+                raise
+            raise _between(error, path) from error
         return [loss for tensor in losses.values() for loss in tensor.tolist()], loader
 
-    return on_all_ranks(mesh, f"resume from {folder}", put_back)
+    return on_all_ranks(mesh, what, put_back)
+
+
+class _Fits(Exception):
+    """The checkpoint fits the engine, whose state has not been touched."""
+
+
+def _check_fits(engine: Engine, saved: Saved, known_names: set[str], room: dict[str, Tensor | Kept]) -> None:
+    """Raise TrainingError if the engine would refuse the checkpoint after its tensors have been filled, otherwise _Fits.
+
+    room: the tensors to fill, of which only those for plain data are filled here.
+    """
+    saved.check(room)
+    texts = {
+        name: value
+        for name, value in room.items()
+        if isinstance(value, Tensor) and name.startswith((OF_PARAMETER, OF_TRAINING))
+    }
+    saved.fill(texts)
+    facts = {name: decode(text, torch.device("cpu")) for name, text in texts.items()}
+    made_by, kind = facts.pop(OF_TRAINING)["optimizer"], type(engine.optimizer).__name__
+    has_state = any(name.startswith("optimizer.") for name in room) or any(
+        "state" in f for f in facts.values()
+    )
+    if has_state and made_by != kind:
+        raise _unfit("the optimizer's state", f"that of {made_by}", f"that of {kind}")
+    for name in known_names:
+        module = name.removeprefix(OF_MODULE)
+        tensor = ".".join(("model", *([module] if module else []), EXTRA))
+        if name.startswith(OF_MODULE) and saved.kinds.keys().isdisjoint((name, tensor)):
+            what = f"the extra state of {module or 'the model'}"
+            raise _unfit(what, "none in the checkpoint", "the value of get_extra_state")
+    raise _Fits
+
+
+def _unfit(what: str, given: str, expected: str) -> TrainingError:
+    return TrainingError(
+        f"the checkpoint does not fit: {what}",
+        given=given,
+        expected=expected,
+        hint="resume with the same model and optimizer as in the checkpoint",
+    )
+
+
+def _between(error: Exception, folder: Path) -> TrainingError:
+    """Return the error of an engine that was partly filled."""
+    told = error if isinstance(error, MeshcommError) else None
+    hint = f"{told.hint}; " if told and told.hint else ""
+    return TrainingError(
+        told.what if told else "the checkpoint's state could not be loaded",
+        given=told.given if told else f"{type(error).__name__}: {error}",
+        expected=told.expected if told else None,
+        hint=f"{hint}do not train on: the state is now neither the earlier one nor that of {folder}, until a load succeeds",
+    )
 
 
 def state_of(
@@ -110,24 +218,26 @@ def state_of(
     return state if losses is None else {**state, LOSSES: torch.tensor(losses, dtype=torch.float64)}
 
 
-def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path, lock: Lock) -> None:
+def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: str | Path, lock: Lock) -> None:
     """Write `state` into a new folder. The tensors are DTensors, or plain tensors that are equal on all ranks that hold them.
 
     lock:      the lock that `resume` requires; `read` does not use it.
     Called by: every rank of the mesh. Returns when all files are on disk. Metadata and lock are written last.
     Raises:    TrainingError on every rank if one rank cannot write, or if the folder has files already or is named after another step.
     """
-    _check_free(mesh, folder, lock.step)
-    Save(mesh, divide(mesh, state), folder, complete=partial(lock.write, folder)).now()
+    path = _check_free(mesh, folder, lock.step)
+    Save(mesh, divide(mesh, state), path, complete=partial(lock.write, path)).now()
 
 
-def _check_free(mesh: Mesh, folder: Path, step: int) -> None:
-    def check() -> None:
-        check_step(folder, step)
+def _check_free(mesh: Mesh, folder: str | Path, step: int) -> Path:
+    def check() -> Path:
+        path = path_of(folder)
+        check_step(path, step)
         if is_first(mesh):
-            check_free(folder)
+            check_free(path)
+        return path
 
-    on_all_ranks(mesh, f"save into {folder}", check)
+    return on_all_ranks(mesh, f"save into {folder}", check)
 
 
 @final
@@ -184,7 +294,9 @@ class Checkpoints:
             saved = Lock.read(path)
             return Resumed(saved.step, path, resume_differences(saved, now, path), counted), saved
 
-        return on_all_ranks(mesh, f"resume from {path}", look)
+        resumed, saved = on_all_ranks(mesh, f"resume from {path}", look)
+        _check_same(mesh, path, saved)
+        return resumed, saved
 
     def tidy(self) -> None:
         """Remove the remains of a save that was interrupted by the loss of ranks. Called by: every rank."""
@@ -209,6 +321,9 @@ class Checkpoints:
         path = self.folder / name_of(lock.step)
         _check_free(self._mesh, path, lock.step)
         draft, beside = saving(path), self._train.checkpoint_async
+        if is_first(self._mesh):
+            # Only the holder of the lease writes drafts, so this one is left over from an interrupted save.
+            shutil.rmtree(draft, ignore_errors=True)
 
         def complete() -> None:
             self.lease.check()

@@ -5,7 +5,7 @@
         latest               the name of the newest complete checkpoint, for people and scripts
         step-000040/         a complete checkpoint: tensors and .metadata, and lock.json with the digests of
                              .metadata and of lock.json itself
-        step-000060.saving/  in progress, or left over from an interrupted save
+        step-000060.saving/  in progress, or left over from an interrupted save; .saving in it: which save writes there
         step-000020.removing/
 
 A checkpoint is complete when it has its final name. A single rename gives it that name, after the files
@@ -16,11 +16,13 @@ removed at the next start.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from meshcomm.errors import TrainingError
 
@@ -28,7 +30,22 @@ FOLDER: Final = "checkpoints"
 LATEST: Final = "latest"
 LOCK: Final = "lock.json"
 METADATA: Final = ".metadata"
+CLAIM: Final = ".saving"
+"""A file in a folder that a save is writing, with the token of the save."""
 _SAVING, _REMOVING = ".saving", ".removing"
+
+
+def path_of(folder: object) -> Path:
+    """Return the path of a folder that a program has given. Raises TrainingError if it is not one."""
+    path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise TrainingError(
+            "the folder of a checkpoint is not a path",
+            given=f"{folder!r}",
+            expected="a str or a Path that is not empty",
+            hint='trainer.save("runs/mine"), trainer.load("runs/mine")',
+        )
+    return Path(path)
 
 
 def name_of(step: int) -> str:
@@ -77,17 +94,66 @@ def is_taken(path: Path) -> bool:
 def check_free(path: Path) -> None:
     """Raise TrainingError if a checkpoint cannot get the path, because something is there."""
     if is_taken(path):
-        entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-        more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
-        raise TrainingError(
-            f"a checkpoint cannot be saved as {path}, which is there already",
-            given=f"{path}, "
-            + (f"with {', '.join(entries[:3])}{more}" if entries else "which is not a folder"),
-            expected="a new folder, or an empty one",
-            hint=f"move {path} away; {go_on_without(path)}"
-            if step_of(path) >= 0
-            else f"move {path} away, or save into another folder",
-        )
+        raise _taken(path)
+
+
+def _taken(path: Path) -> TrainingError:
+    entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
+    under_way = CLAIM in entries
+    way_out = f"move {path} away{' if no job saves there' * under_way}, or save into another folder"
+    return TrainingError(
+        f"a checkpoint cannot be saved as {path}, which is there already",
+        given=f"{path}, "
+        + (f"with {', '.join(entries[:3])}{more}" if entries else "which is not a folder")
+        + "; another save is writing there, or was interrupted" * under_way,
+        expected="a new folder, or an empty one",
+        hint=f"move {path} away; {go_on_without(path)}" if step_of(path) >= 0 and not under_way else way_out,
+    )
+
+
+def claim(folder: Path, token: str) -> bool:
+    """Take a new or empty folder for one save. Of several saves at the same time, the file system lets only one have it.
+
+    Returns whether the folder was created here. Raises TrainingError if something is there, and OSError.
+    """
+    check_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+        made = True
+    except FileExistsError:
+        made = False
+    mark = folder / CLAIM
+    try:
+        file = mark.open("x", encoding="utf-8")
+    except FileExistsError:
+        raise _taken(folder) from None
+    try:
+        with file:
+            file.write(token)
+        # Another save may have ended since the check.
+        if any(entry != mark for entry in folder.iterdir()):
+            mark.unlink()
+            raise _taken(folder)
+    except OSError:
+        mark.unlink(missing_ok=True)
+        raise
+    return made
+
+
+def is_claimed(folder: Path, token: str) -> bool:
+    """Return whether this process sees the folder that `claim` has taken with this token."""
+    try:
+        # A network file system may remember that the folder was not there. To create it asks the server.
+        folder.mkdir()
+        folder.rmdir()
+    except OSError:
+        pass
+    try:
+        return read(folder / CLAIM) == token.encode()
+    except OSError:
+        return False
 
 
 def check_step(path: Path, step: int) -> None:
@@ -158,6 +224,26 @@ def replace(path: Path, text: str) -> None:
     write(draft, (text + "\n").encode())
     draft.replace(path)
     sync(path.parent)
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a regular file. Raises OSError for anything else."""
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return facts.st_size
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file of a checkpoint or a run to read it. Raises OSError, also for a pipe or a device, which could block forever."""
+    size_of(path)
+    return path.open("rb")
+
+
+def read(path: Path) -> bytes:
+    """Return the content of a regular file. Raises OSError."""
+    with opened(path) as file:
+        return file.read()
 
 
 def write(path: Path, content: bytes) -> None:

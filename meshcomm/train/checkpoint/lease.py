@@ -28,6 +28,7 @@ from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.rendezvous.processes import is_running, is_stopped, process_name
+from meshcomm.train.checkpoint.folder import read
 from meshcomm.train.run_files import check_folder
 
 RENEWED_S: Final = 10.0
@@ -222,7 +223,7 @@ def _newest(folder: Path) -> tuple[int, Path, dict[str, str]]:
 def _read(path: Path) -> dict[str, str]:
     """Return the content of a lease; {} if it is gone or incomplete."""
     try:
-        facts: Any = json.loads(path.read_bytes())
+        facts: Any = json.loads(read(path))
     except ValueError:
         return {}
     except OSError as error:

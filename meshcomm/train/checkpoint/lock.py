@@ -19,7 +19,7 @@ from meshcomm.config import Config
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.train.checkpoint.folder import LOCK, METADATA, check_step, instead_of, write
+from meshcomm.train.checkpoint.folder import LOCK, METADATA, check_step, instead_of, read, write
 
 _FORMAT = 4
 
@@ -43,7 +43,7 @@ _OF_NO_EFFECT = {"data.workers"} | {
 }
 # The key of [model] pretrained's config.json in a lock's config. These keys of that file do not affect the results:
 PRETRAINED = "pretrained"
-_NOT_THE_MODEL = {
+NOT_THE_MODEL = {
     f"{PRETRAINED}.{name}"
     for name in ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 }
@@ -104,6 +104,11 @@ class Lock:
         facts = {"format": _FORMAT, **self.__dict__}
         return json.dumps({**facts, "sha256": _sha256(json.dumps(facts).encode())}, indent=2)
 
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the lock. Checkpoints with equal digests have equal tensors."""
+        return _sha256(self.text().encode())
+
     @classmethod
     def read(cls, folder: Path) -> Lock:
         """Return the lock of the checkpoint `folder`, and check the metadata and the folder's name against it. Raises
@@ -111,9 +116,9 @@ class Lock:
         """
         path = folder / LOCK
         try:
-            lock = cls.parse(path.read_text(encoding="utf-8"))
+            lock = cls.parse(read(path).decode())
             path = folder / METADATA
-            if lock.metadata != _sha256(path.read_bytes()):
+            if lock.metadata != _sha256(read(path)):
                 raise ValueError("the file has changed since it was written: its SHA-256 differs")
         except (OSError, ValueError) as error:
             missing = isinstance(error, FileNotFoundError) and folder.is_dir()
@@ -174,7 +179,7 @@ def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
         before, after = old.get(name), new.get(name)
         # The order of mesh.dims decides which rank has which coords.
         moved = isinstance(before, dict) and before == after and list(before) != list(after)
-        if name not in _OF_NO_EFFECT | _NOT_THE_MODEL and (moved or before != after):
+        if name not in _OF_NO_EFFECT | NOT_THE_MODEL and (moved or before != after):
             differences[name] = before, after
     allowed = now.config["train"].get("resume_changed", ())
     fixed = [

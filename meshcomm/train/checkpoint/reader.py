@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum, EnumType
 from pathlib import Path
@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from meshcomm.errors import TrainingError
-from meshcomm.train.checkpoint.folder import METADATA, instead_of
-from meshcomm.train.checkpoint.parts import Kind, kind_of, parts_of, untiled
+from meshcomm.train.checkpoint.folder import METADATA, instead_of, opened, read, size_of
+from meshcomm.train.checkpoint.parts import Kind, Part, kind_of, parts_of, untiled
 from meshcomm.train.torch_private import CHECKSUM
 from meshcomm.transfer.fused import Kept
 from meshcomm.transfer.placement import Box
@@ -80,7 +80,7 @@ class Saved:
         self.folder = folder
         path = folder / METADATA
         try:
-            metadata = unpickle(path.read_bytes())
+            metadata = unpickle(read(path))
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of metadata")
             self.kinds = {
@@ -110,14 +110,34 @@ class Saved:
         Raises TrainingError if a name, shape or dtype differs, if parts are missing, or if a file is missing, truncated
         or has changed since it was written.
         """
+        self.check(state)
+        for part, chunk, (begin, end, _) in self._needed(state):
+            saved = Region(chunk, self._read(part.name, chunk, part.kind.dtype))
+            part.region.write(begin, end, saved.read(begin, end))
+
+    def check(self, state: Mapping[str, Tensor | Kept]) -> None:
+        """Raise TrainingError in the same cases as `fill`, except that files are not read, so a changed one is not noticed."""
         for name, tensor in state.items():
             self._check(name, kind_of(tensor), self.kinds.get(name))
+        sizes: dict[Path, int] = {}
+        for part, chunk, _ in self._needed(state):
+            path = self.folder
+            try:
+                place = self._metadata.storage_data[MetadataIndex(part.name, chunk.begin)]
+                path = _file(self.folder, place)
+                if path not in sizes:
+                    sizes[path] = size_of(path)
+                if sizes[path] < place.offset + place.length:
+                    raise _cut_short(place)
+            except Exception as error:
+                raise self._damaged(part.name, path, error) from error
+
+    def _needed(self, state: Mapping[str, Tensor | Kept]) -> Iterator[tuple[Part, Box, Any]]:
+        """Yield each part of `state` on this rank, with each saved part that it overlaps and their common box."""
         for part in parts_of(state):
             for chunk in self._chunks(part.name):
                 if (common := chunk.common(part.box)) is not None:
-                    begin, end, _ = common
-                    saved = Region(chunk, self._read(part.name, chunk, part.kind.dtype))
-                    part.region.write(begin, end, saved.read(begin, end))
+                    yield part, chunk, common
 
     def _chunks(self, name: str) -> list[Box]:
         saved: Any = self._metadata.state_dict_metadata[name]
@@ -136,11 +156,11 @@ class Saved:
         try:
             place = self._metadata.storage_data[MetadataIndex(name, chunk.begin)]
             path = _file(self.folder, place)
-            with path.open("rb") as file:
+            with opened(path) as file:
                 file.seek(place.offset)
                 record = io.BytesIO(file.read(place.length))
             if record.getbuffer().nbytes < place.length:
-                raise ValueError(f"ends within the {place.length} bytes from {place.offset} on")
+                raise _cut_short(place)
             # The metadata say which bytes belong to this part. A file of another step or run may have the same sizes.
             crc32 = zlib.crc32(record.getbuffer())
             if crc32 != place.crc32:
@@ -154,16 +174,19 @@ class Saved:
             if held != described:
                 raise ValueError(f"holds {held}, but the metadata describe {described}")
         except Exception as error:
-            said = error.strerror if isinstance(error, OSError) else None
-            raise TrainingError(
-                f"the checkpoint is damaged: {name} in {path.name}",
-                given=f"{path}: {said or error}",
-                expected=error.expected
-                if isinstance(error, _OtherBytes)
-                else "the bytes that were saved, readable on every host",
-                hint=instead_of(self.folder),
-            ) from error
+            raise self._damaged(name, path, error) from error
         return values
+
+    def _damaged(self, name: str, path: Path, error: Exception) -> TrainingError:
+        said = error.strerror if isinstance(error, OSError) else None
+        return TrainingError(
+            f"the checkpoint is damaged: {name} in {path.name}",
+            given=f"{path}: {said or error}",
+            expected=error.expected
+            if isinstance(error, _OtherBytes)
+            else "the bytes that were saved, readable on every host",
+            hint=instead_of(self.folder),
+        )
 
     def _check(self, name: str, kind: Kind, there: Kind | None) -> None:
         given = "no such tensor" if there is None else str(there)
@@ -189,6 +212,10 @@ class _OtherBytes(ValueError):
             + (f", like {of}" if of else "")
         )
         self.expected = f"the bytes that were saved, with the CRC-32 {place.crc32:08x}: not changed, and of the same step and run"
+
+
+def _cut_short(place: Any) -> ValueError:
+    return ValueError(f"ends within the {place.length} bytes from {place.offset} on")
 
 
 def _file(folder: Path, place: Any) -> Path:

@@ -9,6 +9,7 @@ next to its data. At the end, the lowest rank combines these lists into the meta
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -17,6 +18,7 @@ import pickle
 import shutil
 import threading
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -36,9 +38,18 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import is_first, on_all_ranks, ranks_of
+from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks, ranks_of
 from meshcomm.parallel.state import EXTRA
-from meshcomm.train.checkpoint.folder import METADATA, go_on_without, sync, write
+from meshcomm.train.checkpoint.folder import (
+    CLAIM,
+    LOCK,
+    METADATA,
+    claim,
+    go_on_without,
+    is_claimed,
+    sync,
+    write,
+)
 from meshcomm.train.checkpoint.lease import LeaseLost
 from meshcomm.train.checkpoint.parts import Part, parts_of, untiled
 from meshcomm.train.checkpoint.reader import unpickle
@@ -141,7 +152,7 @@ def write_part(folder: Path, rank: int, values: Iterable[tuple[Part, Tensor]]) -
     Does not communicate, and may be called from any thread. Raises an OSError that names the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"__{rank}_0.distcp"
+    path = _data(folder, rank)
     written = []
     try:
         with path.open("xb") as file:
@@ -221,8 +232,9 @@ class Save:
     parts:     the parts that this rank writes, from `divide`.
     copy:      copy the data to host memory first, so that the state may change before it is written.
     Called by: every rank of the mesh, at the same point of the program. The same applies to all methods except `settle`.
-    Raises:    TrainingError on every rank if any rank cannot write. The error names the lowest such rank, its
-               error, the file, and the free disk space. All written files are then removed.
+    Raises:    TrainingError on every rank if any rank cannot write, or if another save has the folder. The error names the
+               lowest such rank, its error, the file, and the free disk space. All files of this save, and no others, are then
+               removed.
     """
 
     def __init__(
@@ -236,6 +248,10 @@ class Save:
     ) -> None:
         self._mesh, self._folder, self._complete = mesh, folder, complete
         self._what = f"save into {folder}"
+        # The first rank takes the folder for this save, and the others look for its token there.
+        self._token = of_every_rank(mesh, uuid.uuid4().hex)[0]
+        self._claimed = self._made = False
+        self._together(self._claim)
         # With copies, this object keeps none of the state's memory: another engine may need the room.
         self._parts = (
             self._together(lambda: [p._replace(region=Region(p.box, p.on_host(True))) for p in parts])
@@ -315,7 +331,20 @@ class Save:
         if self._failure is not None:
             raise self._failure
 
+    def _claim(self) -> None:
+        if is_first(self._mesh):
+            self._made = claim(self._folder, self._token)
+            self._claimed = True
+
     def _write(self) -> None:
+        if not is_claimed(self._folder, self._token):
+            raise TrainingError(
+                f"{self._mesh.label} could not {self._what}",
+                given=f"{self._folder} is {'another folder' if self._folder.is_dir() else 'not there'}: this rank does not see "
+                "the folder that the first rank has created",
+                expected="one folder, on a file system that all hosts share",
+                hint="give every rank the same folder, as an absolute path if their working directories differ",
+            )
         write_part(self._folder, self._mesh.rank, self._values())
 
     def _values(self) -> Iterator[tuple[Part, Tensor]]:
@@ -327,6 +356,7 @@ class Save:
     def _finish(self) -> None:
         if is_first(self._mesh):
             write_metadata(self._folder, ranks_of(self._mesh))
+            (self._folder / CLAIM).unlink(missing_ok=True)
             self._complete()
 
     def _together(self, action: Callable[[], T]) -> T:
@@ -342,9 +372,17 @@ class Save:
             raise  # another job may write into a folder of this name
         except TrainingError:
             # Free the disk space, because an incomplete checkpoint is useless.
-            if is_first(self._mesh):
-                shutil.rmtree(self._folder, ignore_errors=True)
+            if self._claimed:
+                self._remove()
             raise
+
+    def _remove(self) -> None:
+        files = [file(self._folder, rank) for rank in ranks_of(self._mesh) for file in (_data, _written)]
+        with contextlib.suppress(OSError):
+            for path in (*files, *(self._folder / name for name in (METADATA, LOCK, CLAIM))):
+                path.unlink(missing_ok=True)
+            if self._made:
+                self._folder.rmdir()
 
     def _disk_error(self, error: OSError) -> TrainingError:
         place = self._folder if self._folder.is_dir() else self._folder.parent
@@ -356,6 +394,11 @@ class Save:
             expected="a folder that every rank can write to, with space for its part",
             hint=f"{'make space' if full else 'repair the disk'}, then {go_on_without(self._folder)}",
         )
+
+
+def _data(folder: Path, rank: int) -> Path:
+    """Return the file into which a rank writes its parts."""
+    return folder / f"__{rank}_0.distcp"
 
 
 def _written(folder: Path, rank: int) -> Path:

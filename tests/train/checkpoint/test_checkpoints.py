@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ from typer.testing import CliRunner
 import meshcomm
 from meshcomm.commands import app
 from meshcomm.config import Config, load_config
-from meshcomm.errors import CommunicationError, TrainingError
+from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
 from meshcomm.parallel import whole
 from meshcomm.testing import Pool
 from meshcomm.train import Attempt, Callback, Resumed, Start, Step, Summary, Trainer, run
 from meshcomm.train.checkpoint import writer as checkpoint_writer
-from meshcomm.train.checkpoint.checkpoints import Checkpoints, resume
+from meshcomm.train.checkpoint.checkpoints import Checkpoints, read, resume
 from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.checkpoint.reader import Saved, unpickle
 from meshcomm.train.export import export_weights
@@ -688,6 +689,140 @@ def saved_twice(config: Config, folder: Path) -> str:
 def test_a_trainer_does_not_save_over_its_own_checkpoint(pool: Pool, tmp_path: Path) -> None:
     for text in pool.run(saved_twice, tiny(tmp_path, TWO), tmp_path / "mine", ranks=2):
         assert "which is there already" in text and "or save into another folder" in text
+
+
+# -- every rank the same, or nothing ---------------------------------------------------------------
+
+
+def weights_of(trainer: Trainer) -> list[torch.Tensor]:
+    return [whole(parameter).detach().clone() for _, parameter in trainer.engine.named_parameters()]
+
+
+def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def loaded_differently(config: Config, folder: Path) -> tuple[str, str, str]:
+    """The errors of ranks that load, read, and resume from, different checkpoints; their weights stay as they were."""
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config)
+        for name in "ab":
+            trainer.save(folder / name)
+            with torch.no_grad():
+                for _, parameter in trainer.engine.named_parameters():
+                    parameter.add_(1.0)
+        mine = folder / "ab"[mesh.rank]
+        before = weights_of(trainer)
+        with pytest.raises(TrainingError) as load:
+            trainer.load(mine)
+        state = {"model.norm.weight": torch.zeros(32)}
+        with pytest.raises(TrainingError) as both:
+            read(mesh, state, mine)
+        assert same(before, weights_of(trainer)) and not state["model.norm.weight"].any()
+        # Hosts may have different paths for the same folder.
+        if mesh.rank == 0:
+            shutil.copytree(folder / "a", folder / "copy")
+        mesh.barrier()
+        trainer.load(folder / ("a" if mesh.rank else "copy"))
+        assert not same(before, weights_of(trainer))
+        with pytest.raises(TrainingError) as resumed:
+            run(mesh, load_config(config, [f'train.out="{folder}/run-{mesh.rank}"']), Callback())
+    return str(load.value), str(both.value), str(resumed.value)
+
+
+def test_ranks_that_would_load_different_checkpoints_all_refuse(
+    pool: Pool, undisturbed: tuple[Path, Summary], tmp_path: Path
+) -> None:
+    for rank in range(2):
+        shutil.copytree(undisturbed[0], tmp_path / f"run-{rank}")
+    last = tmp_path / "run-1" / "checkpoints" / "step-000010"
+    # The same step of another run.
+    replace(Lock.read(last), seconds=1e6).write(last)
+    for errors in pool.run(loaded_differently, tiny(tmp_path, TWO, "train.resume=true"), tmp_path, ranks=2):
+        for text in errors:
+            assert text.startswith("ranks would load different checkpoints\n")
+        for text in errors[:2]:
+            assert f"rank 0: step 0 in {tmp_path}/a\n" in text and f"rank 1: step 0 in {tmp_path}/b\n" in text
+        assert f"rank 1: step 10 in {last}\n" in errors[2]
+
+
+def test_a_checkpoint_that_is_replaced_while_a_run_begins_is_refused(at_step_4: Path) -> None:
+    path = at_step_4 / "checkpoints" / "step-000004"
+    config = tiny(at_step_4, ONE)
+    with meshcomm.init(config) as mesh:
+        engine = Trainer(mesh, config).engine
+        begun = replace(Lock.read(path), seconds=9.0)
+        with pytest.raises(TrainingError, match="has changed since the run began to read it"):
+            resume(mesh, engine, path, run=True, begun=begun)
+
+
+def test_a_pipe_in_a_run_is_refused_on_every_rank(pool: Pool, at_step_4: Path) -> None:
+    config = tiny(at_step_4, TWO, "train.resume=true")
+    for file in (at_step_4 / "metrics.jsonl", at_step_4 / "checkpoints" / "step-000004" / ".metadata"):
+        file.unlink()
+        os.mkfifo(file)
+        for text in pool.run(runs.losses_or_error, config, ranks=2):
+            assert "not a regular file" in text and str(file) in text, text
+
+
+def refused_loads(config: Config, path: Path) -> tuple[str, str, str]:
+    """The errors of loads with another optimizer and with a file cut short, which change nothing, and of one that fails in between."""
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+        before = weights_of(trainer)
+        with pytest.raises(TrainingError) as other:
+            trainer.load(path)
+        assert same(before, weights_of(trainer)) and trainer.engine.done == 0
+        trainer, file = Trainer(mesh, config), path / "__3_0.distcp"
+        before = weights_of(trainer)
+        content = bytearray(file.read_bytes())
+        mesh.barrier()
+        if mesh.rank == 0:
+            os.truncate(file, len(content) - 9)
+        mesh.barrier()
+        with pytest.raises(TrainingError) as cut:
+            trainer.load(path)
+        assert same(before, weights_of(trainer))
+        mesh.barrier()
+        if mesh.rank == 0:
+            content[len(content) // 2] ^= 16
+            file.write_bytes(content)
+        mesh.barrier()
+        with pytest.raises(TrainingError) as damaged:
+            trainer.load(path)
+    return str(other.value), str(cut.value), str(damaged.value)
+
+
+def test_a_load_that_does_not_fit_changes_nothing(pool: Pool, at_step_4: Path) -> None:
+    path = at_step_4 / "checkpoints" / "step-000004"
+    for other, cut, damaged in pool.run(refused_loads, tiny(at_step_4, TWO), path, ranks=2):
+        assert "the checkpoint does not fit: the optimizer's state\n  given:    that of AdamW" in other
+        assert "__3_0.distcp: ends within the" in cut and "neither" not in other + cut
+        assert "the checkpoint is damaged: " in damaged
+        assert (
+            f"the state is now neither the earlier one nor that of {path}, until a load succeeds" in damaged
+        )
+
+
+def given_no_path(config: Config) -> list[str]:
+    texts = []
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config)
+        for folder in (None, 3, b"x", ["x"], ""):
+            # On all ranks, and on one.
+            for mine in (folder, folder if mesh.rank else "x"):
+                for call in (trainer.save, trainer.load):
+                    with pytest.raises(MeshcommError) as caught:
+                        call(mine)  # type: ignore[arg-type]
+                    texts.append(str(caught.value))
+    return texts
+
+
+def test_a_folder_that_is_no_path_is_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    for texts in pool.run(given_no_path, tiny(tmp_path, TWO), ranks=2):
+        assert len(texts) == 20
+        for text in texts:
+            assert "the folder of a checkpoint is not a path\n" in text or "x/lock.json: " in text, text
 
 
 def test_a_tensor_of_another_shape_is_refused(undisturbed: tuple[Path, Summary]) -> None:

@@ -25,12 +25,13 @@ from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 from meshcomm.train import Attempt, Checkpoints
+from meshcomm.train.checkpoint import folder as checkpoint_folder
 from meshcomm.train.checkpoint import writer as checkpoint_writer
-from meshcomm.train.checkpoint.checkpoints import read
+from meshcomm.train.checkpoint.checkpoints import read, write
 from meshcomm.train.checkpoint.folder import complete
 from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.checkpoint.reader import Saved
-from meshcomm.train.checkpoint.writer import divide
+from meshcomm.train.checkpoint.writer import Save, divide
 from tests.sizes import train_of
 from tests.train.checkpoint.test_checkpoints import names
 
@@ -280,7 +281,8 @@ def trained_during_saves(out: Path) -> list[Any]:
 def test_training_goes_on_while_files_are_written(pool: Pool, tmp_path: Path) -> None:
     before, last = ["job", "latest", "step-000001"], ["job", "latest", "step-000002", "step-000011"]
     for rank, seen in enumerate(pool.run(trained_during_saves, tmp_path, ranks=4)):
-        assert seen == [before, [*before, "step-000002.saving"], True, last], rank
+        under_way = [*before, "step-000002.saving"]
+        assert seen == [under_way, under_way, True, last], rank
     whole = {"w": torch.zeros(3000), "part": torch.zeros(8, 4)}
     for step in (2, 11):
         # The files have the values at the time of the save, whatever later steps have made of the state.
@@ -393,6 +395,88 @@ def test_the_end_and_errors_wait_for_a_save_that_is_under_way(pool: Pool, tmp_pa
     for rank, (text, there) in enumerate(pool.run(never_written, tmp_path / "b", ranks=2)):
         assert text.startswith("rank 1 (dp=1) could not save into "), (rank, text)
         assert there == []
+
+
+# -- one save in a folder --------------------------------------------------------------------------
+
+
+def test_a_folder_belongs_to_one_save_and_only_its_own_files_are_removed(tmp_path: Path) -> None:
+    state, folder = {"w": torch.arange(3.0)}, tmp_path / "mine"
+    with meshcomm.init(config({"one": 1})) as mesh:
+
+        def save() -> Save:
+            return Save(mesh, divide(mesh, state), folder, complete=lambda: lock(1).write(folder))
+
+        # Both saves have found the folder free. The second one begins while the first one writes, or when it has just ended.
+        first = save()
+        with pytest.raises(TrainingError, match="is there already") as caught:
+            save()
+        assert "another save is writing there" in caught.value.given and ", or save into" in caught.value.hint
+        first.now()
+        left = sorted(path.name for path in folder.iterdir())
+        assert left == [".metadata", "__0_0.distcp", "lock.json"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint_folder, "check_free", lambda _: None)
+            with pytest.raises(TrainingError, match="is there already"):
+                save()
+        assert sorted(path.name for path in folder.iterdir()) == left
+        found = {"w": torch.zeros(3)}
+        read(mesh, found, folder)
+        assert torch.equal(found["w"], state["w"])
+
+        def fails(folder: Path, _: Any) -> None:
+            (folder / "foreign").write_text("kept")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        folder = tmp_path / "other"
+        with instead("write_metadata", fails), pytest.raises(TrainingError, match="could not save"):
+            save().now()
+        assert [path.name for path in folder.iterdir()] == ["foreign"]
+
+
+def test_the_holder_of_the_lease_writes_over_the_rest_of_an_interrupted_save(tmp_path: Path) -> None:
+    draft = tmp_path / "checkpoints" / "step-000001.saving"
+    draft.mkdir(parents=True)
+    (draft / "__0_0.distcp").write_text("half")
+    with meshcomm.init(config({"one": 1})) as mesh, Checkpoints(mesh, settings(tmp_path)) as checkpoints:
+        checkpoints.save(lock(1), {"w": torch.ones(3)})
+    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step-000001"]
+
+
+def test_of_saves_at_the_same_time_one_has_the_folder(tmp_path: Path) -> None:
+    for number in range(20):
+        folder, ready = tmp_path / f"{number}", threading.Barrier(4)
+        if number % 2:
+            folder.mkdir()
+        won: list[str] = []
+
+        def take(token: str, folder: Path = folder, ready: Any = ready, won: list[str] = won) -> None:
+            ready.wait()
+            with contextlib.suppress(TrainingError):
+                checkpoint_folder.claim(folder, token)
+                won.append(token)
+
+        threads = [threading.Thread(target=take, args=(str(n),)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1 and checkpoint_folder.is_claimed(folder, won[0])
+
+
+def saved_into_two(folder: Path) -> str:
+    with meshcomm.init(config({"dp": 2})) as mesh, pytest.raises(TrainingError) as caught:
+        write(mesh, {"w": torch.ones(3)}, folder / f"of_{mesh.rank}", lock(1))
+    return str(caught.value)
+
+
+def test_ranks_that_save_into_different_folders_leave_nothing(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(saved_into_two, tmp_path, ranks=2):
+        assert (
+            "rank 1 (dp=1) could not save into " in text
+            and "of_1 is not there: this rank does not see" in text
+        )
+    assert not list(tmp_path.iterdir())
 
 
 # -- who writes what ------------------------------------------------------------------------------
