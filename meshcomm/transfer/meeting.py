@@ -327,7 +327,9 @@ class _Call:
         announced += "".join(f"\n{line}" for line in others[:_MOST])
         hint = f"check whether the {other} runs; after a loss, both sides have to link again"
         if others:
-            hint = f"check whether the {other} runs; of several links, open them in the same order in both jobs"
+            hint = (
+                f"check whether the {other} runs; of several links, open them in the same order in both jobs"
+            )
         return TransferTimeout(
             f'the {other} of the link "{self.name}" has not come',
             given=f"{self.address}: no answer for {self.timeout_s:g} s{announced}",

@@ -279,8 +279,17 @@ def wrong(place: Place, port: int) -> None:
             meet("source", own, "policy", "127.0.0.1:29700", 2.0)
         keys: list[dict[str, Any]] = [{"name": 7}, {"name": ""}, {"secret": b"x"}, {"secret": 3}]
         for key in keys:
-            with pytest.raises(LaunchError, match="of a link is not a text|a link without a name"):
-                meet(**{"side": "source", "mesh": own, "name": "policy", "timeout_s": 2.0, "address": "", **key})
+            with pytest.raises(LaunchError, match=r"of a link is not a text|a link without a name"):
+                meet(
+                    **{
+                        "side": "source",
+                        "mesh": own,
+                        "name": "policy",
+                        "timeout_s": 2.0,
+                        "address": "",
+                        **key,
+                    }
+                )
         with pytest.raises(LaunchError, match=r"cannot serve the store at 192\.0\.2\.1"):
             meet("source", own, "policy", f"tcp://192.0.2.1:{port}", 2.0)
         # The store is lost before anybody has said who serves it.
