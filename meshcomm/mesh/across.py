@@ -36,13 +36,15 @@ from meshcomm.rendezvous.launcher import Launch
 from meshcomm.rendezvous.meeting import Meeting
 from meshcomm.rendezvous.processes import blame, claim, owner_of, process_of_rank, state_of_rank
 from meshcomm.rendezvous.signed import unsigned
-from meshcomm.rendezvous.store import prefixed, store_failed
+from meshcomm.rendezvous.store import Unanswered, prefixed, store_failed, within
 from meshcomm.transport import SoloTransport, Transport
 from meshcomm.transport.connections import Connections
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.variables import SHARED, check_interfaces
 
 DIM: Final = "link"
+# How much longer than its timeout an agreement that failed may take to tell all ranks why.
+_TELLS_S: Final = 15.0
 _CPU: Final = torch.device("cpu")
 
 
@@ -83,8 +85,7 @@ def across(
         with ExitStack() as opening:
             opening.enter_context(resources)
             change_torch(resources)
-            _claimed(held.store, name, rank)
-            agreed = _agreed(held.store, name, rank, plan)
+            agreed = _met(held.store, name, rank, plan)
             state = _created(held, name, rank, plan, device, agreed, _host(store, held.store))
             opening.pop_all()
     except MeshcommError as error:
@@ -102,6 +103,20 @@ def refuse_simulated(name: str) -> None:
             expected="processes of two jobs",
             hint="a link between two meshes of one job",
         )
+
+
+def _met(store: Any, name: str, rank: int, plan: Plan) -> Agreed:
+    """Wait for the other processes. Raises StoreError also if the process that serves the store has stopped meanwhile."""
+
+    def meet() -> Agreed:
+        _claimed(store, name, rank)
+        return _agreed(store, name, rank, plan)
+
+    try:
+        return within(plan.defaults.timeout_s + _TELLS_S, meet)
+    except Unanswered as error:
+        lost = f"rank {rank} lost the store before the link {name} was opened"
+        raise store_failed(lost, error) from error
 
 
 def _claimed(store: Any, name: str, rank: int) -> None:

@@ -28,3 +28,6 @@ HUNG: Final = "meshcomm/hung/{}"
 NEXT: Final = "meshcomm/next/{}"
 # Set when the work of the program is done.
 ENDED: Final = "meshcomm/ended"
+# A random name of the job, which it has at the addresses where it meets others; and how often its ranks have met them.
+LINKS: Final = "meshcomm/links/name"
+LINKED: Final = "meshcomm/links/count"

@@ -7,7 +7,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, final
 
 import torch.distributed as dist
@@ -160,7 +162,8 @@ class MeshStore:
     # -- inside ---------------------------------------------------------------------------------
 
     def _peek(self, call: str, key: str) -> bytes | None:
-        held = bytes(self._guarded(call, [key], lambda: self._store.compare_set(key, _NOBODY, _NOBODY)))
+        self._open(call)
+        held = bytes(self._guarded(call, [key], partial(self._store.compare_set, key, _NOBODY, _NOBODY)))
         return None if held == _NOBODY else held
 
     def _until(self, call: str, timeout_s: float | None) -> tuple[float, float]:
@@ -196,7 +199,8 @@ class MeshStore:
 
     def _ask(self, method: str, keys: Sequence[str], *arguments: object) -> Any:
         """Call `method` of torch's store for `keys`."""
-        return self._guarded(method, keys, lambda: getattr(self._store, method)(*arguments))
+        self._open(method)
+        return self._guarded(method, keys, partial(getattr(self._store, method), *arguments))
 
     def _guarded(self, call: str, keys: Sequence[str], act: Callable[[], T], limit_s: float = 0.0) -> T:
         """Return the result of `act`. `limit_s` is the time limit in seconds, or 0 for the mesh's timeout."""
@@ -207,9 +211,10 @@ class MeshStore:
         try:
             # torch's client waits forever for a server that was cut off or stopped.
             return within(limit_s + GRACE_S, act) if self._kind == "TCPStore" else act()
-        except TimeoutError:
+        except Unanswered as error:
+            waited_s = min(limit_s, error.limit_s)
             raise StoreTimeout(
-                f"store.{call} on {self._label}: the job's {self._kind} has not answered for {limit_s:g} s",
+                f"store.{call} on {self._label}: the job's {self._kind} has not answered for {waited_s:g} s",
                 given=_named(keys),
                 expected="a store that answers; it is in rank 0 or the launcher",
                 hint="check the process that holds the store, and the network in between",
@@ -271,35 +276,111 @@ def prefixed(prefix: str, store: Any) -> Any:
 
 def kind_of(store: Any) -> str:
     """Return the class of the store below all prefixes: `TCPStore`, `FileStore`, `HashStore`, or another class."""
+    return type(_below(store)).__name__
+
+
+def _below(store: Any) -> Any:
+    """Return the store below all prefixes and signatures."""
     store = unsigned(store)
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return type(store).__name__
+    return store
+
+
+# How long a call to a store that has let another call wait in vain may take, and any call.
+_SILENT_S: Final = 5.0
+_LEAST_S: Final = 0.1
+
+
+@dataclass
+class _Call:
+    """A call that a store, the one below all prefixes, has not answered. in_vain: whether nobody waits for the answer any more."""
+
+    store: object
+    began: float
+    in_vain: bool = False
+
+
+_UNANSWERED: Final[dict[int, _Call]] = {}
+
+
+class Unanswered(TimeoutError):
+    """A call has not ended within a limit."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"no answer within {limit_s:g} s")
+        self.limit_s = limit_s
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Return the result of `call` or raise its error. Raises TimeoutError after `limit_s` seconds.
+    """Return the result of `call` or raise its error. Raises Unanswered, a TimeoutError, after `limit_s` seconds.
 
     `call` then continues in a daemon thread, for which Python waits at exit; see `await_at_exit`.
+
+    If `call` is a method of a store, or a partial of one, the seconds count from the oldest of its calls that the store has not
+    answered, and are at most five after one of them was given up. So waits for a store that has stopped do not add up: a client
+    processes one call at a time.
     """
     returned: list[T] = []
     raised: list[BaseException] = []
+    mine = _Call(getattr(getattr(call, "func", call), "__self__", None), time.monotonic())
+    since = mine.began
+    if isinstance(mine.store, dist.Store):
+        mine.store = _below(mine.store)
+        earlier = [each for each in [*_UNANSWERED.values()] if each.store is mine.store]
+        since = min([each.began for each in earlier], default=since)
+        if any(each.in_vain for each in earlier):
+            limit_s = min(limit_s, _SILENT_S)
+        _UNANSWERED[id(mine)] = mine
 
     def run() -> None:
         try:
             returned.append(call())
         except BaseException as error:
             raised.append(error)
+        finally:
+            _UNANSWERED.pop(id(mine), None)
 
     thread = threading.Thread(target=run, name="meshcomm-store", daemon=True)
     thread.start()
-    thread.join(limit_s)
+    thread.join(max(limit_s - (mine.began - since), min(limit_s, _LEAST_S)))
     if raised:
         raise raised[0]
     if not returned:
+        mine.in_vain = True
         await_at_exit(thread)
-        raise TimeoutError(f"no answer within {limit_s:g} s")
+        raise Unanswered(limit_s)
     return returned[0]
+
+
+@final
+class Limited:
+    """A torch store whose calls raise RuntimeError if they are not answered: torch's client waits forever for a server that has
+    stopped.
+
+    limit_s: returns the seconds that a call may take.
+    """
+
+    def __init__(self, store: Any, limit_s: Callable[[], float]) -> None:
+        self._store, self._limit_s = store, limit_s
+
+    def prefixed(self, prefix: str) -> Limited:
+        """Return this store under a prefix."""
+        return Limited(prefixed(prefix, self._store), self._limit_s)
+
+    def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
+        """Return whether all `keys` were set in time."""
+        return self._answered(partial(wait_for, self._store, keys, timeout_s), timeout_s + GRACE_S)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._store, name)
+        return lambda *args: self._answered(partial(method, *args), self._limit_s())
+
+    def _answered(self, call: Callable[[], T], limit_s: float) -> T:
+        try:
+            return within(limit_s, call)
+        except TimeoutError as error:
+            raise RuntimeError(f"the store does not answer: {error}") from None
 
 
 def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:

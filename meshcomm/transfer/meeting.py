@@ -5,12 +5,14 @@ from __future__ import annotations
 import hmac
 import json
 import re
+import secrets
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -32,13 +34,14 @@ from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.across import across, refuse_simulated
 from meshcomm.predict.links import nodes_of
+from meshcomm.rendezvous import keys
 from meshcomm.rendezvous.exposure import ExposedRendezvous, is_loopback
 from meshcomm.rendezvous.job_store import NOBODY, find_common_store, is_serving
 from meshcomm.rendezvous.processes import process_name, process_of_rank
 from meshcomm.rendezvous.signed import SignedStore, unsigned
-from meshcomm.rendezvous.store import prefixed, store_failed, wait_for
+from meshcomm.rendezvous.store import GRACE_S, Limited, prefixed, store_failed
 from meshcomm.transfer.plan import Ends
-from meshcomm.transfer.presence import POLL_S, Presence, secrets_differ
+from meshcomm.transfer.presence import POLL_S, Job, Presence, secrets_differ
 from meshcomm.transfer.sides import BOTH, Host, SideName, Sides
 from meshcomm.watching.exceptions import first_line
 
@@ -47,6 +50,9 @@ _ADDRESS: Final = re.compile(r"tcp://(.+):(\d+)")
 
 # How much longer than the announcing rank the other ranks of its side wait for its result.
 _GRACE_S: Final = 5.0
+# How often it looks who waits for other links, and how many of these it names.
+_LOOKS_S: Final = 1.0
+_MOST: Final = 20
 # The errors that the announcing rank passes on to its side.
 _KINDS: Final = {
     kind.__name__: kind
@@ -63,14 +69,14 @@ def meet(
     address: str,
     timeout_s: float,
     *,
-    secret: str = "",
+    secret: str | None = None,
 ) -> Sides:
     """Meet the other side of the link `name`, and open a mesh over the ranks of the source and then those of the target.
 
     address:   "tcp://HOST:PORT". If no program listens there, the process of the source's lowest rank serves a TCPStore until it
                exits. Several links may share an address.
     timeout_s: seconds to wait for the other side, then for all ranks of both sides, and the timeout of each call on the link.
-    secret:    a text that both jobs know. If given, the values in the store are signed with it: a TCPStore has no
+    secret:    a text that both jobs know; None or "" for none. If given, the values in the store are signed with it: a TCPStore has no
                authentication. Nothing that is read from it is ever unpickled.
     Called by: every rank of `mesh`, and every rank of the other side's mesh, in any order.
     Raises:    TransferTimeout, with the side or its ranks that did not come, on every rank that has come; LaunchError on a
@@ -85,26 +91,32 @@ def meet(
     link's keys and groups, so that nothing of an earlier link is read.
 
     The key of a side belongs to a job from its call until its link is closed. The process that took it counts up a number
-    twice a second. A newcomer takes the key if this process has closed its link, has ended on this host, has called `meet`
-    again itself, or has not counted for five seconds. Otherwise the newcomer is refused.
+    twice a second. A newcomer of another job takes the key if this process has closed its link, has ended on this host, or has not
+    counted for five seconds. Otherwise the newcomer is refused. A newcomer of the same job takes it at once, as the former link is
+    over for this job, even if some of its ranks have not noticed yet.
+
+    The ranks of a side may call at different times, and some more often than others, as their attempts fail. A rank takes part in
+    the latest meeting that any rank of its side has begun, or begins the next one if it has taken part in it. What the ranks of a
+    meeting learn, an error included, is told to those that come to it later.
     """
     refuse_simulated(name)
     mesh._state.usable()
     timeout_s = seconds_of(timeout_s, lambda: f"meet on {mesh.label}")
+    secret = "" if secret is None else secret
+    _check_texts(name=name, secret=secret)
     host, port = _parsed(address)
-    deadline = time.monotonic() + timeout_s
-    call = _Call(side, mesh, name, address, timeout_s, deadline, *_of_call(side, mesh, name))
+    call = _Call.begun(side, mesh, name, address, timeout_s)
     presence: Presence | None = None
     served: list[Any] | None = None
     try:
         try:
             store: Any = call.store(host, port)
-            served = _served(store)
+            served = _served(Limited(store, call.limit_s))
             if secret:
                 store = SignedStore(store, secret)
             signs = hmac.digest(secret.encode(), name.encode(), "sha256").hex()
             if call.leads():
-                presence = Presence(store, name, side)
+                presence = Presence(store, name, side, call.job, call.limit_s)
                 call.tell({**call.pair(presence), "signs": signs})
         except RuntimeError as error:
             raise call.failed(error, served) from error
@@ -113,7 +125,8 @@ def meet(
             raise secrets_differ(name, f"among the ranks of the {side}")
         layouts = {of: Layout(**met[of]) for of in BOTH}
         places = [(of, rank) for of in BOTH for rank in sorted(layouts[of].ranks.tolist())]
-        served = _served(unsigned(store)) or served
+        with suppress(RuntimeError):
+            served = _served(Limited(unsigned(store), call.limit_s)) or served
         try:
             link = call.open(store, met["link"], places)
         except (CommunicationError, StoreError) as error:
@@ -151,7 +164,8 @@ def meet(
 class _Call:
     """The arguments of `meet`.
 
-    own: the store of the own job, under a prefix of the link. number: of this rank's calls for this link and side.
+    every: the store of the own job, under a prefix of the link and side. number: of the meeting, among those that ranks of this side
+    have begun. job: as in Presence.
     """
 
     side: SideName
@@ -160,17 +174,42 @@ class _Call:
     address: str
     timeout_s: float
     deadline: float
-    every: Any
+    every: Limited
     number: int
+    job: Job
+
+    @classmethod
+    def begun(cls, side: SideName, mesh: Mesh, name: str, address: str, timeout_s: float) -> _Call:
+        """Return the call of this rank, which takes part in the latest meeting of its side, or begins the next one."""
+        deadline, rank, held = time.monotonic() + timeout_s, mesh.rank, mesh._state.held
+        limit_s = partial(_limit_s, deadline)
+        every = Limited(prefixed(f"links/{side}/{name}", held.store), limit_s)
+        of_job = Limited(_of_job(mesh), limit_s)
+        try:
+            last = every.add(f"joined/{rank}", 0)
+            # Of a key that is not set, an empty value is expected.
+            number = int(every.compare_set("latest", str(last) if last else "", str(last + 1)))
+            every.add(f"joined/{rank}", number - last)
+            # Counted before this rank may announce the meeting, so that those that begin a later one have a greater number.
+            order = of_job.add(keys.LINKED, 1)
+            named = of_job.compare_set(keys.LINKS, "", secrets.token_hex(8)).decode()
+        except RuntimeError as error:
+            raise _lost(mesh, name, error) from error
+        job = Job(f"{named}.{mesh.layout.ranks.min()}", order)
+        return cls(side, mesh, name, address, timeout_s, deadline, every, number, job)
 
     @property
-    def own(self) -> Any:
-        """The store of the own job, under a prefix that only the ranks of this call use."""
-        return prefixed(str(self.number), self.every)
+    def own(self) -> Limited:
+        """The store of the own job, under a prefix that only the ranks of this meeting use."""
+        return self.every.prefixed(str(self.number))
 
     @property
     def left_s(self) -> float:
         return max(self.deadline - time.monotonic(), 0.001)
+
+    def limit_s(self) -> float:
+        """Return how long a store may take to answer."""
+        return _limit_s(self.deadline)
 
     def leads(self) -> bool:
         """Return whether this rank is the first of its side, which announces it."""
@@ -250,7 +289,9 @@ class _Call:
                 of_job=False,
             ) from None
         if is_serving(port):
-            store.compare_set(_HOST, "", json.dumps([self.name, self.side, self.mesh.rank, process_name()]))
+            Limited(store, self.limit_s).compare_set(
+                _HOST, "", json.dumps([self.name, self.side, self.mesh.rank, process_name()])
+            )
         return store
 
     def pair(self, presence: Presence) -> dict[str, Any]:
@@ -264,26 +305,36 @@ class _Call:
             "merge": {merged: list(parts) for merged, parts in layout.merge.items()},
         }
         presence.announce({"meshcomm": __version__, "layout": mine})
+        others, looks = list[str](), time.monotonic()
         while (theirs := presence.answered(other)) is None:
             if time.monotonic() > self.deadline:
-                raise self._alone(presence, other)
+                raise self._alone(presence, other, others)
             if self.is_told():
                 return {}
             presence.refuse_loss()
+            # At the end, they may have left, too.
+            if time.monotonic() > looks:
+                others, looks = presence.others(), looks + _LOOKS_S
             time.sleep(POLL_S)
         number, offer = theirs
         numbers = (presence.number, number) if self.side == "source" else (number, presence.number)
         return {"link": f"{self.name}/{'.'.join(numbers)}", self.side: mine, other: offer}
 
-    def _alone(self, presence: Presence, other: SideName) -> TransferTimeout:
+    def _alone(self, presence: Presence, other: SideName, others: Sequence[str]) -> TransferTimeout:
         left, rival = presence.holder(other), presence.rival()
         announced = f"\n{left.process} has announced it, but does not answer" if left else ""
         announced += f"\n{rival} has announced the {self.side} as well, and was refused" if rival else ""
+        announced += "".join(f"\n{line}" for line in others[:_MOST])
+        hint = f"check whether the {other} runs; after a loss, both sides have to link again"
+        if others:
+            hint = (
+                f"check whether the {other} runs; of several links, open them in the same order in both jobs"
+            )
         return TransferTimeout(
             f'the {other} of the link "{self.name}" has not come',
             given=f"{self.address}: no answer for {self.timeout_s:g} s{announced}",
             expected=f'the {other} to call meshcomm.link with the name "{self.name}" and this address',
-            hint=f"check whether the {other} runs; after a loss, both sides have to link again",
+            hint=hint,
             side=other,
             of_job=False,
         )
@@ -291,7 +342,7 @@ class _Call:
     def result(self) -> dict[str, Any]:
         """Return what the announcing rank has learnt. Raises the error that it has got."""
         try:
-            if not wait_for(self.own, ["met"], self.left_s + _GRACE_S):
+            if not self.own.wait_for(["met"], self.left_s + _GRACE_S):
                 leads = int(self.own.compare_set("leads", "", ""))
                 raise TransferTimeout(
                     f'rank {leads} of the {self.side} of the link "{self.name}" has not come back',
@@ -347,13 +398,16 @@ class _Call:
         ) from None
 
 
-def _of_call(side: SideName, mesh: Mesh, name: str) -> tuple[Any, int]:
-    """Return the own job's store, under a prefix of this link and side, and the number of this call of `meet`."""
-    store = prefixed(f"links/{side}/{name}", mesh._state.held.store)
-    try:
-        return store, store.add(f"calls/{mesh.rank}", 1)
-    except RuntimeError as error:
-        raise _lost(mesh, name, error) from error
+def _limit_s(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0) + GRACE_S
+
+
+def _of_job(mesh: Mesh) -> Any:
+    """Return the store of the mesh's job, of all its meshes and generations."""
+    store, prefixes = unsigned(mesh._state.held.store), 1 + bool(mesh.elastic.generation.number)
+    for _ in range(prefixes):
+        store = store.underlying_store if isinstance(store, dist.PrefixStore) else store
+    return store
 
 
 def _lost(mesh: Mesh, name: str, error: BaseException) -> StoreError:
@@ -379,9 +433,22 @@ def _host(
     place = (served[1], served[2]) if served and served[0] == name else None
     number = places.index(place) if place in places else None
     with suppress(RuntimeError):
-        if served and number is not None and process_of_rank(link._state.held.store, number) != served[3]:
+        held = Limited(link._state.held.store, lambda: GRACE_S)
+        if served and number is not None and process_of_rank(held, number) != served[3]:
             number = None  # a process of the same rank that came before
     return Host(_who(served), number)
+
+
+def _check_texts(**texts: object) -> None:
+    for key, text in texts.items():
+        if not isinstance(text, str) or (key == "name" and not text):
+            raise LaunchError(
+                "a link without a name" if text == "" else f"the {key} of a link is not a text",
+                # Not the value: it may be a secret.
+                given=f"{key}: {type(text).__name__}",
+                expected="a text that both jobs know",
+                hint=f'{key}="policy"' if key == "name" else "secret=None for none",
+            )
 
 
 def _parsed(address: str) -> tuple[str, int]:

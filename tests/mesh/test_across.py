@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,9 +20,10 @@ from meshcomm.errors import CallMismatchError, LaunchError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.across import across
 from meshcomm.rendezvous.job_store import find_common_store
+from meshcomm.rendezvous.processes import is_stopped, process_name
 from meshcomm.testing import Pool
 from tests.ports import free_port
-from tests.two_jobs import OPENS_S, Place, error_of, run, values
+from tests.two_jobs import OPENS_S, Place, client, error_of, run, values
 
 pytestmark = pytest.mark.long
 
@@ -143,6 +147,34 @@ def test_a_stopped_process_is_named_after_the_timeout_and_ends_no_other(
     assert ended.pop(victim).state == "died"
     for kind, text, missing, seconds in values(ended):
         assert kind == "PeerLost" and missing == (victim,) and seconds < 25, text
+
+
+def stopped(place: Place, port: int) -> Any:
+    """The process that serves the store stops while the other one waits for it."""
+    if place.number == 0:
+        store = find_common_store(
+            "127.0.0.1", port, "", timedelta(seconds=OPENS_S), serves=True, in_vain=bool
+        )
+        place.tell("serves")
+        place.until("connected", 1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return store
+    (process,) = place.until("serves", 0)
+    store = client(port)
+    place.tell("connected")
+    while not is_stopped(process_name(process)):
+        time.sleep(0.02)
+    with patch("meshcomm.mesh.across._TELLS_S", 1.0):
+        found = error_of(lambda: across(store, "policy/1", 1, 2, 1.0))
+    os.kill(process, signal.SIGKILL)
+    return found
+
+
+@pytest.mark.faults
+def test_a_store_that_stops_while_a_link_opens_is_not_waited_for(pool: Pool, tmp_path: Path) -> None:
+    server, waiter = run(pool, tmp_path, stopped, free_port(), source=1, target=1)
+    (found,) = values([waiter])
+    assert server.state == "died" and found[0] == "StoreError" and found[3] < 5, found
 
 
 def incomplete(place: Place) -> Any:

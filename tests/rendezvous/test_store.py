@@ -22,7 +22,7 @@ import meshcomm
 from meshcomm.errors import BarrierTimeout, MeshClosed, StoreError, StoreTimeout, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.barriers import monitored_barrier
-from meshcomm.rendezvous.store import MeshStore, kind_of
+from meshcomm.rendezvous.store import Limited, MeshStore, kind_of
 from meshcomm.testing import Pool
 
 KINDS = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
@@ -308,10 +308,19 @@ def test_calls_on_a_store_that_was_stopped_end_and_name_it(pool: Pool) -> None:
         calls = zip(CALLS.items(), clients, strict=True)
         ended = {name: threads.submit(call, client) for (name, call), client in calls}
         errors = {name: each.exception(30) for name, each in ended.items()}
+        began = time.monotonic()
+        for _ in range(3):
+            with pytest.raises(StoreTimeout):
+                mesh_store(clients[0]).check(["there"])
+            with pytest.raises(RuntimeError, match="does not answer"):
+                Limited(clients[0], lambda: 60.0).get("there")
+        again_s = time.monotonic() - began
     finally:
         server.kill()
         server.join()
         threads.shutdown(wait=False)
+    # The store is waited for once, and then no longer.
+    assert again_s < 5.0
     silent = errors.pop("barrier")
     assert isinstance(silent, BarrierTimeout) and silent.missing == ()
     assert "has not answered for 0.3 s" in str(silent)

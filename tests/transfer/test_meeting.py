@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from meshcomm.layout import Layout
 from meshcomm.rendezvous.processes import process_of_rank
 from meshcomm.testing import Pool
 from meshcomm.transfer.meeting import meet
+from meshcomm.transfer.presence import Job, Presence
 from meshcomm.transfer.sides import BOTH, SideName, Sides
 from tests.ports import free_port
 from tests.two_jobs import OPENS_S, Place, client, error_of, run, served, values
@@ -132,6 +134,92 @@ def test_a_third_job_is_refused_until_the_link_is_closed(pool: Pool, tmp_path: P
     values(run(pool, tmp_path, third, free_port(), source=1, target=1, third=1))
 
 
+def late(place: Place, port: int, leaver: int) -> None:
+    """One rank of the source has announced the link, and has it open when the other one already opens it again."""
+    side: SideName = "source" if place.job == "source" else "target"
+    leads, address = place.number == 1 - leaver, f"tcp://127.0.0.1:{port}"
+    with place.mesh() as own:
+        store, key = client(port), "meshcomm/link/policy/side/source"
+        if place.number == leaver:
+            store.wait([key])
+        meeting = meet(side, own, "policy", address, OPENS_S, secret=None if leads else "")
+        adds_up(meeting, 3)
+        place.tell("open")
+        place.until("open", *range(3))
+        before = store.get(key)
+        while leads and store.get(key) == before:
+            time.sleep(0.02)
+        meeting.mesh.close()
+        meeting = meet(side, own, "policy", address, OPENS_S)
+        adds_up(meeting, 3)
+        meeting.mesh.close()
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_ranks_of_one_job_are_no_rivals(pool: Pool, tmp_path: Path, leaver: int) -> None:
+    with served() as port:
+        values(run(pool, tmp_path, late, port, leaver, source=2, target=1))
+
+
+def out_of_step(place: Place, port: int) -> Any:
+    """One rank of the source has called twice in vain when the others come."""
+    side: SideName = "source" if place.job == "source" else "target"
+    found, attempts = [], 0
+    with place.mesh() as own:
+        for _ in range(2 if place.number == 0 else 0):
+            found.append(error_of(lambda: meet(side, own, "policy", f"tcp://127.0.0.1:{port}", 0.5))[0])
+        place.tell("tried")
+        place.until("tried", 0)
+        while attempts < 10:
+            attempts += 1
+            with suppress(TransferTimeout):
+                meeting = meet(side, own, "policy", f"tcp://127.0.0.1:{port}", OPENS_S)
+                break
+        adds_up(meeting, 3)
+        meeting.mesh.close()
+    return found, attempts
+
+
+def test_ranks_whose_attempts_got_out_of_step_meet_again(pool: Pool, tmp_path: Path) -> None:
+    with served() as port:
+        first, *others = values(run(pool, tmp_path, out_of_step, port, source=2, target=1))
+    assert first == (["TransferTimeout"] * 2, 1)
+    # A rank that comes late to a meeting that failed is told why.
+    assert others[0][1] <= 2 and others[1][1] == 1
+
+
+def test_a_later_meeting_of_a_job_ends_its_earlier_one() -> None:
+    with served() as port:
+        earlier, later = (
+            Presence(client(port), "policy", "source", Job("job.0", order), lambda: 5.0) for order in (1, 2)
+        )
+        began = time.monotonic()
+        for presence in (earlier, later):
+            presence.announce({})
+        assert time.monotonic() - began < 1.0
+        later.refuse_loss()
+        for call in (earlier.refuse_loss, lambda: earlier.announce({})):
+            with pytest.raises(TransferFailed, match="has left this meeting"):
+                call()
+        for presence in (earlier, later):
+            presence.end()
+
+
+def crossed(place: Place, port: int) -> Any:
+    name = "A" if place.job == "first" else "B"
+    with place.mesh() as own:
+        place.tell("here")
+        place.until("here", 0, 1)
+        return error_of(lambda: meet("source", own, name, f"tcp://127.0.0.1:{port}", 3.0))
+
+
+def test_who_waits_in_another_link_is_named(pool: Pool, tmp_path: Path) -> None:
+    with served() as port:
+        found = values(run(pool, tmp_path, crossed, port, first=1, second=1))
+    for other, (kind, text, _, _) in zip("BA", found, strict=True):
+        assert kind == "TransferTimeout" and f'waits as the source of the link "{other}"' in text, text
+
+
 def restarted(place: Place, port: int) -> Any:
     """The first target dies before the source comes; the second while the link is open; the third stays."""
     address, found = f"tcp://127.0.0.1:{port}", []
@@ -189,6 +277,19 @@ def wrong(place: Place, port: int) -> None:
     with place.mesh() as own:
         with pytest.raises(LaunchError, match="no address to meet at"):
             meet("source", own, "policy", "127.0.0.1:29700", 2.0)
+        keys: list[dict[str, Any]] = [{"name": 7}, {"name": ""}, {"secret": b"x"}, {"secret": 3}]
+        for key in keys:
+            with pytest.raises(LaunchError, match=r"of a link is not a text|a link without a name"):
+                meet(
+                    **{
+                        "side": "source",
+                        "mesh": own,
+                        "name": "policy",
+                        "timeout_s": 2.0,
+                        "address": "",
+                        **key,
+                    }
+                )
         with pytest.raises(LaunchError, match=r"cannot serve the store at 192\.0\.2\.1"):
             meet("source", own, "policy", f"tcp://192.0.2.1:{port}", 2.0)
         # The store is lost before anybody has said who serves it.
