@@ -63,7 +63,7 @@ def link(
     name: str | None = None,
     store: str | None = None,
     timeout_s: float | None = None,
-    secret: str = "",
+    secret: str | None = None,
     stripes: Sequence[str] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Link:
@@ -82,7 +82,7 @@ def link(
                     there, unless a program already listens.
     timeout_s:      seconds to wait for the ranks of both sides, and the timeout of each call. By default, the larger one of both
                     meshes; of two jobs, that of the own mesh.
-    secret:         of two jobs: a text that both know, with which the values in the store are signed.
+    secret:         of two jobs: a text that both know, with which the values in the store are signed. None and "" mean no secret.
     stripes:        dims of the target along which copies receive different stripes of a tensor, which they then gather from
                     each other: first copies on different nodes, then copies that share a node. By default, copies that share a
                     node, and all copies if the target has more ranks than the source; none if all ranks are on one node, or if
