@@ -220,3 +220,10 @@ def test_what_cannot_be_released_is_refused(clone: Path) -> None:
     ):
         with pytest.raises(SystemExit, match=said):
             release.in_changelog(text, "0.1.0", "2026-11-27")
+
+
+def test_a_script_beside_a_clone_imports_the_package(tmp_path: Path) -> None:
+    """Python would take a folder with the package's name for an empty package, if an editable install let it."""
+    (tmp_path / meshcomm.__name__ / "meshcomm").mkdir(parents=True)
+    (tmp_path / "script.py").write_text("import meshcomm; print(meshcomm.init.__name__)")
+    assert done([sys.executable, "script.py"], tmp_path) == "init\n"
