@@ -4,6 +4,7 @@ Look at: the loss, which is the same on every rank and decreases. `mesh["tp"]` a
 over the existing groups of the mesh, so torch creates no groups.
 
     meshcomm run --world-size 8 examples/fsdp_and_tensor_parallel.py
+    meshcomm simulate --world-size 8 examples/fsdp_and_tensor_parallel.py
 
 Prints:
     rank 0 (dp=0 tp=0): step 10, loss 0.0604

@@ -5,6 +5,7 @@ statements make the model parallel: the choice of this rank's layers, `tensor_pa
 `Pipelined`.
 
     meshcomm run --world-size 8 examples/hybrid_training.py
+    meshcomm simulate --world-size 8 examples/hybrid_training.py
 
 Prints:
     step 0: loss 3.607314004, on one process 3.607314004

@@ -58,7 +58,7 @@ class Said(NamedTuple):
 
     shows: str
     run: Command
-    simulate: Command | None
+    simulate: Command
     prints: list[str]
 
 
@@ -77,9 +77,9 @@ def said(name: str) -> Said:
             assert len(words) == 4, line
             config = ROOT / words[2]
             commands[words[1]] = Command(config, world_of_mesh(load_config(config).mesh))
-    assert set(commands) <= {"run", "simulate"}
+    assert set(commands) == {"run", "simulate"}
     prints = [line[4:] for line in found["prints"].splitlines()]
-    return Said(found["shows"], commands["run"], commands.get("simulate"), prints)
+    return Said(found["shows"], commands["run"], commands["simulate"], prints)
 
 
 def printed(path: str) -> str:
@@ -136,8 +136,6 @@ def test_it_prints_what_it_says(pool: Pool, name: str) -> None:
     texts = pool.run(printed, str(FOLDER / name), ranks=what.run.world, env=env)
     lines = [line for text in texts for line in text.splitlines()]
     check(name, what, lines)
-    if what.simulate is None:
-        return
     config, world = what.simulate
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -150,19 +148,9 @@ def test_it_prints_what_it_says(pool: Pool, name: str) -> None:
     assert missing(lines, simulated) == missing(simulated, lines) == []
 
 
-def test_only_what_needs_torch_groups_is_not_simulated() -> None:
-    only = [name for name in NAMES if said(name).simulate is None]
-    assert only == ["fsdp_and_tensor_parallel.py", "hybrid_training.py"]
-
-
 def test_the_table_has_every_example() -> None:
-    rows = re.findall(
-        r"^\| \[\w+\]\(([\w/]+\.py)\) \| (.+) \| (.+) \|$", (FOLDER / "README.md").read_text(), re.M
-    )
-    assert sorted(name for name, _, _ in rows) == NAMES
-    for name, _, where in rows:
-        simulated = said(name).simulate is not None
-        assert where == ("processes, simulator" if simulated else "processes"), name
+    rows = re.findall(r"^\| \[\w+\]\(([\w/]+\.py)\) \| .+ \|$", (FOLDER / "README.md").read_text(), re.M)
+    assert sorted(rows) == NAMES
 
 
 def test_alike() -> None:

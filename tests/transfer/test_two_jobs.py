@@ -187,7 +187,7 @@ def _killed_in_on_commit(place: Place, port: int) -> Any:
 def test_a_generator_killed_in_on_commit_is_missed_soon(pool: Pool, tmp_path: Path) -> None:
     """Far sooner than the timeout of a minute. The generator that is left has the version, and learns of it at its next call."""
     ended = run(pool, tmp_path, _killed_in_on_commit, free_port(), trainer=2, generator=2)
-    lost = "version 2 was not transferred: rank 1 of the target (dp=1) was lost"
+    lost = "version 2 was not confirmed by every rank of the target: rank 1 of the target (dp=1) was lost"
     for end in ended[:2]:
         (kind, what, missing, seconds), own = end.value
         assert (kind, what, missing, own) == ("TransferFailed", lost, (("target", 1),), 2.0), end.text
