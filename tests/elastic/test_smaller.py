@@ -125,8 +125,8 @@ def test_some_are_lost_and_come_back(
     mesh: str, deaths: tuple[int, ...], sizes: tuple[str, ...], tmp_path: Path
 ) -> None:
     # A delay that is long enough for all the deaths, and too short for the others to end first.
-    text = config_of(mesh, 5 * STEPS) + elastic(f"min = {{ dp = 1 }}\ndelay_s = {4 * len(deaths)}")
-    with training(tmp_path / "before", config_of(mesh, 5 * STEPS), 0, words=BATCH) as job:
+    text = config_of(mesh, 12 * STEPS) + elastic(f"min = {{ dp = 1 }}\ndelay_s = {6 * len(deaths)}")
+    with training(tmp_path / "before", config_of(mesh, 12 * STEPS), 0, words=BATCH) as job:
         assert job.process.wait(200) == 0, job.log.read_text()
         before = losses(job)
     with training(tmp_path, text, len(deaths), words=BATCH) as job:
