@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
 from meshcomm.layout.sizes import rank_text
-from meshcomm.rendezvous.store import wait_for, within
+from meshcomm.rendezvous.store import within
 from meshcomm.transport.torch_changes import failed_barrier
 from meshcomm.watching.callsite import C10D, place_in, stack_of
 from meshcomm.watching.exceptions import Raised, Reason, handled_by, reason_of, unawaited
@@ -166,6 +166,7 @@ class RecordExchange:
         self._rank = rank
         self._state_of = state_of
         self._within_s = max(_ANSWER_S, 2 * look_s)
+        self._pause_s = max(_PAUSE_S, look_s / 10)
         self._answered = 0
         self._silent_until = 0.0
 
@@ -182,14 +183,26 @@ class RecordExchange:
         If that rank does not publish a result, each rank that has waited for it calls `make` and publishes its own.
         """
         my_rank, published = str(self._rank), f"diagnosis/{call}"
-        is_first = self._store.compare_set(f"first/{call}", "", my_rank).decode() == my_rank
-        # The first rank waits this long for answers, and longer on a busy machine.
-        if not is_first and wait_for(self._store, [published], _LONGER * self._within_s):
+        first = int(self._store.compare_set(f"first/{call}", "", my_rank))
+        if first != self._rank and self._awaits(first, published):
             read: dict[str, Any] = json.loads(self._store.get(published))
             return read
         result = make()
         self._store.set(published, json.dumps(result))
         return result
+
+    def _awaits(self, first: int, published: str) -> bool:
+        """Return whether the first rank publishes its result, which it does not if it leaves meanwhile."""
+        # It waits this long for answers, and longer on a busy machine.
+        until, looks = time.monotonic() + _LONGER * self._within_s, 0.0
+        while not self._store.check([published]):
+            now = time.monotonic()
+            if now > looks:
+                if now > until or not self._answering({first: ""}):
+                    return bool(self._store.check([published]))
+                looks = now + _STATE_S
+            time.sleep(self._pause_s)
+        return True
 
     def publish(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of `shared`, as `limited`."""

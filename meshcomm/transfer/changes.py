@@ -37,19 +37,33 @@ def counts_of(tensors: Mapping[str, Parted]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def digest_of(values: Tensor) -> Digest:
-    """Return a hash of the bytes of a tensor's elements in their order. It reads them once, and allocates less than a megabyte if
-    they are contiguous.
+def digest_of(values: Tensor, dtype: torch.dtype | None = None) -> Digest:
+    """Return a hash of a tensor's elements in their order, as a dtype. It reads them once, and allocates less than a megabyte.
+
+    Equal for tensors of equal shapes, dtypes and bytes, whatever their strides and devices are.
     """
-    plain = values.detach().resolve_conj().resolve_neg().contiguous()
-    # A single element counts as contiguous whatever its stride, but is not seen as bytes then.
-    data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
-    if data.device.type != "cpu":
-        return _of_device(data)
-    total = data.numel()
-    for run in _of_host(data):
-        total = (total * _FACTOR + run) % (1 << 64)
-    return total
+    is_host, total = values.device.type == "cpu", values.numel()
+    digest: Digest = total if is_host else torch.full((), total, dtype=torch.int64, device=values.device)
+    for part in _parts(values.detach(), (dtype or values.dtype).itemsize):
+        plain = part.to(dtype).resolve_conj().resolve_neg().contiguous()
+        # A single element counts as contiguous whatever its stride, but is not seen as bytes then.
+        data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+        if isinstance(digest, Tensor):
+            digest = digest * signed(_FACTOR) + _of_device(data)
+        else:
+            digest = (digest * _FACTOR + _of_host(data)) % (1 << 64)
+    return digest
+
+
+def _parts(values: Tensor, itemsize: int) -> Iterator[Tensor]:
+    """Yield parts of at most a run's bytes, which follow from the shape and the size of an element alone."""
+    most = _WORDS * _WORD_BYTES // itemsize
+    if values.numel() <= most:
+        yield values
+        return
+    rows = max(1, len(values) * most // values.numel())
+    for part in values.split(rows) if rows < len(values) else values:
+        yield from _parts(part, itemsize)
 
 
 def summed(digests: Iterable[tuple[int, int, Digest]]) -> dict[int, int]:
@@ -69,27 +83,21 @@ def signed(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _of_host(data: Tensor) -> Iterator[int]:
-    """Yield the sum of each run's words, times odd numbers. torch's product would need memory for each run."""
-    content, factors = data.numpy(), _weights(data.device).numpy()
-    for at in range(0, len(content), _WORDS * _WORD_BYTES):
-        run = content[at : at + _WORDS * _WORD_BYTES]
-        if len(run) % _WORD_BYTES:
-            run = np.pad(run, (0, -len(run) % _WORD_BYTES))
-        words = run.view(np.int64)
-        yield int(np.dot(words, factors[: len(words)]))
+def _of_host(data: Tensor) -> int:
+    """Return the sum of words, times odd numbers. torch's product would need memory for it."""
+    content = data.numpy()
+    if len(content) % _WORD_BYTES:
+        content = np.pad(content, (0, -len(content) % _WORD_BYTES))
+    words = content.view(np.int64)
+    return int(np.dot(words, _weights(data.device).numpy()[: len(words)]))
 
 
 def _of_device(data: Tensor) -> Tensor:
     """Return the same of memory of a device."""
-    factors = _weights(data.device)
-    total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
-    for run in data.split(_WORDS * _WORD_BYTES):
-        if run.numel() % _WORD_BYTES or run.storage_offset() % _WORD_BYTES:
-            run = pad(run, (0, -run.numel() % _WORD_BYTES))
-        words = run.view(torch.int64)
-        total = total * signed(_FACTOR) + (words * factors[: len(words)]).sum()
-    return total
+    if data.numel() % _WORD_BYTES or data.storage_offset() % _WORD_BYTES:
+        data = pad(data, (0, -data.numel() % _WORD_BYTES))
+    words = data.view(torch.int64)
+    return (words * _weights(data.device)[: len(words)]).sum()
 
 
 @lru_cache(maxsize=16)

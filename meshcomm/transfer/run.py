@@ -204,7 +204,7 @@ class Run:
         def digest(place: _Place) -> Digest:
             key = place.piece[1:]
             if key not in known:
-                known[key] = digest_of(place.read().to(place.dtype))
+                known[key] = digest_of(place.read(), place.dtype)
             return known[key]
 
         messages = [message for ready in self._rounds for message in ready.sends]
@@ -274,10 +274,11 @@ class Run:
                 handle.wait()
                 self._handles.remove(handle)
             for message in ready.recvs:
-                for place, values in message.arrived(coming):
+                for place, data in message.arrived(coming):
+                    values = place.of_bytes(data)
                     self._arrives(place.piece, values)
                     if message.memory is None:
-                        place.write(place.of_bytes(values))
+                        place.write(values)
 
         return finish
 

@@ -141,6 +141,14 @@ def test_a_diagnosis_that_never_comes_is_made_by_the_next_rank(monkeypatch: pyte
         assert RecordExchange(store, rank, 0.01).shared("dp/9", lambda: {"own": rank}) == {"own": 1}
 
 
+def test_a_diagnosis_of_a_rank_that_has_ended_is_not_awaited() -> None:
+    store = dist.HashStore()
+    store.set("first/dp/9", "7")
+    began = time.monotonic()
+    exchange = RecordExchange(store, 1, 0.01, {7: "ended"}.__getitem__)
+    assert exchange.shared("dp/9", lambda: {"own": 1}) == {"own": 1} and time.monotonic() - began < 1.0
+
+
 class Ending:
     """A recorder whose call times out after `looks` reads of its state."""
 
