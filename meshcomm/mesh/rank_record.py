@@ -30,8 +30,10 @@ _ANSWER_S: Final = 1.5
 # How long a store that has not answered is not asked again.
 _AGAIN_S: Final = 5.0
 
-# How often a rank that waits for answers looks whether the others can still answer.
+# How often a rank that waits for answers looks whether the others can still answer, and at most how many of them it looks at per
+# second: each takes three operations of the store.
 _STATE_S: Final = 0.25
+_STATES_PER_S: Final = 2_000
 
 # Extra time for slow checks on a busy machine, where the other ranks are slow to answer too.
 _PAUSE_S: Final = 0.02
@@ -246,7 +248,7 @@ class RecordExchange:
             if self._store.check([*waits.values()]):
                 break
             time.sleep(_PAUSE_S)
-            if waited_s > looked_s + _STATE_S:
+            if waited_s > looked_s + max(_STATE_S, len(waits) / _STATES_PER_S):
                 waits, looked_s = self._answering(waits), waited_s
             now = time.monotonic()
             waited_s += min(now - last, _LOOK_S)

@@ -325,7 +325,7 @@ class State:
         for name, _ in extra:
             if room.keys().isdisjoint((_extra(name), OF_MODULE + name)):
                 what = f"the extra state of {name or 'the model'}"
-                raise _unfit(what, "none in the checkpoint", "the value of get_extra_state")
+                raise unfit(what, "none in the checkpoint", "the value of get_extra_state")
         for name, part in extra:
             text = room.get(OF_MODULE + name)
             part.set_extra_state(room[_extra(name)] if text is None else decode(text, _device(part)))
@@ -337,7 +337,7 @@ class State:
         learning = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         optimizer, kind = self._optimizer, type(self._optimizer).__name__
         if (held_of or any("state" in fact for fact in facts.values())) and training["optimizer"] != kind:
-            raise _unfit("the optimizer's state", f"that of {training['optimizer']}", f"that of {kind}")
+            raise unfit("the optimizer's state", f"that of {training['optimizer']}", f"that of {kind}")
         for one in (*self._parts, optimizer):
             one.state.clear()
         for name, parameter in named:
@@ -422,7 +422,7 @@ class State:
         for name in called[1:]:
             entries = facts[name].get("group", {})
             if _text(entries) != _text(first_entries):
-                raise _unfit(
+                raise unfit(
                     f"the parameter group of {first} and {name}",
                     f"{first_entries.get('now', {})} for {first}, {entries.get('now', {})} for {name}",
                     "equal entries, because both parameters are in one group on this mesh",
@@ -608,7 +608,8 @@ def _refused(what: str, given: str, hint: str = "save the numbers that it contai
     )
 
 
-def _unfit(what: str, given: str, expected: str) -> TrainingError:
+def unfit(what: str, given: str, expected: str) -> TrainingError:
+    """Return the error of a checkpoint that does not fit the model or its optimizer."""
     return TrainingError(
         f"the checkpoint does not fit: {what}",
         given=given,

@@ -197,7 +197,7 @@ class Run:
     def sent(self) -> dict[int, int]:
         """Return a hash of what this rank sends of the source's values, by the number of the entry.
 
-        Summed over all ranks, it equals that of `__call__` if every piece arrives as it is now.
+        The sum over all ranks equals the sum that `__call__` returns if every piece arrives as it is now.
         """
         known: dict[tuple[Any, ...], Digest] = {}
 

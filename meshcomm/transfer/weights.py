@@ -513,7 +513,7 @@ class Weights:
         raise self._sides.refuse(what, texts, hint)
 
     def _move(self, version: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the hashes of what this rank has sent and of what has arrived here, by the number of the entry."""
+        """Return the hashes of the values that were sent, and of those that have arrived, by the number of the entry."""
         if self._sides.target is not None and self._options.staging == "buckets":
             with self._readers.writing(self._timeout_s):
                 if (cause := self._decisions.write()) is not None:

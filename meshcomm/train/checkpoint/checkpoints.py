@@ -19,7 +19,7 @@ from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks, ranks_of
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.state import EXTRA, OF_MODULE, OF_PARAMETER, OF_TRAINING
+from meshcomm.parallel.state import EXTRA, OF_MODULE, OF_PARAMETER, OF_TRAINING, unfit
 from meshcomm.train.callbacks import Resumed
 from meshcomm.train.checkpoint.folder import (
     FOLDER,
@@ -169,23 +169,14 @@ def _check_fits(engine: Engine, saved: Saved, known_names: set[str], room: dict[
         "state" in f for f in facts.values()
     )
     if has_state and made_by != kind:
-        raise _unfit("the optimizer's state", f"that of {made_by}", f"that of {kind}")
+        raise unfit("the optimizer's state", f"that of {made_by}", f"that of {kind}")
     for name in known_names:
         module = name.removeprefix(OF_MODULE)
         tensor = ".".join(("model", *([module] if module else []), EXTRA))
         if name.startswith(OF_MODULE) and saved.kinds.keys().isdisjoint((name, tensor)):
             what = f"the extra state of {module or 'the model'}"
-            raise _unfit(what, "none in the checkpoint", "the value of get_extra_state")
+            raise unfit(what, "none in the checkpoint", "the value of get_extra_state")
     raise _Fits
-
-
-def _unfit(what: str, given: str, expected: str) -> TrainingError:
-    return TrainingError(
-        f"the checkpoint does not fit: {what}",
-        given=given,
-        expected=expected,
-        hint="resume with the same model and optimizer as in the checkpoint",
-    )
 
 
 def _between(error: Exception, folder: Path) -> TrainingError:
