@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
@@ -71,10 +72,16 @@ def collective(
         return result
 
     if not async_op:
-        # Run messages one at a time: each needs its packed copy only until it completes.
+        if len(messages) == 1:
+            _write(started(messages[0]), messages[0], dense)
+            return list(tensors)
+        # Two at a time: one is packed while the other is on its way. Each needs its packed copy only until it completes.
+        two: deque[tuple[Handle[Tensor], list[Tensor]]] = deque()
         for group in messages:
-            _write(started(group), group, dense)
-        return list(tensors)
+            two.append((started(group, True), group))
+            if len(two) == 2:
+                _finish([], [two.popleft()], dense)
+        return _finish(list(tensors), two, dense)
     under_way = [(started(group, True), group) for group in messages]
     handles = [handle for handle, _ in under_way]
     return Handle(handles, comm, call, partial(_finish, list(tensors), under_way, dense))

@@ -29,6 +29,7 @@ from meshcomm.parallel.tensor import (
     assign,
     local,
 )
+from meshcomm.parallel.tensor.layers import columns
 from meshcomm.predict.stages import PartCosts, part_costs
 
 
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_size
         self.context = splits.context
-        self.split = split = splits.tensor
+        split = splits.tensor
         split.share(config.num_kv_heads, "the key and value heads")
         self.wq = ColumnParallel(split, config.hidden_size, config.num_heads * self.head_dim)
         self.wk = ColumnParallel(split, config.hidden_size, config.num_kv_heads * self.head_dim)
@@ -133,9 +134,9 @@ class Attention(nn.Module):
         """(batch, sequence, width), full or split along the sequence -> the same shape. rotary: (2, sequence, head)
         for these tokens, or (2, batch, 1, sequence, head).
         """
-        x = self.split.enter(x)
         q, k, v = (
-            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in columns(x, self.wq, self.wk, self.wv)
         )
         y = self.context.attend(rotate(q, rotary), rotate(k, rotary), v)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
@@ -147,15 +148,14 @@ class FeedForward(nn.Module):
 
     def __init__(self, split: TensorSplit, config: ModelConfig) -> None:
         super().__init__()
-        self.split = split
         self.w1 = ColumnParallel(split, config.hidden_size, config.intermediate_size)
         self.w3 = ColumnParallel(split, config.hidden_size, config.intermediate_size)
         self.w2 = RowParallel(split, config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
-        x = self.split.enter(x)
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = columns(x, self.w1, self.w3)
+        out: Tensor = self.w2(F.silu(gate) * up)
         return out
 
 
@@ -164,7 +164,7 @@ class Block(nn.Module):
 
     def __init__(self, splits: Splits, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.split = split = splits.tensor
+        split = splits.tensor
         self.attn_norm = RMSNorm(split, config.hidden_size, config.norm_eps)
         self.attn = Attention(splits, config)
         self.ff_norm = RMSNorm(split, config.hidden_size, config.norm_eps)
@@ -285,7 +285,7 @@ class Transformer(nn.Module):
                 call: Callable[..., Tensor] = within(documents, block)
                 x = run(self.activation_checkpointing, int(layer), call, x, rotary, self.positions, drops)
             if self.norm is not None and self.head is not None:
-                x = self.head(self.split.enter(self.norm(x)))
+                (x,) = columns(self.norm(x), self.head)
         return x
 
 

@@ -235,7 +235,13 @@ class LocalModel:
         weight = settings.balance_loss if settings is not None and settings.experts else 0.0
         apart = [parallel.context] if parallel.context else []
         return Splits(
-            TensorSplit(mesh, parallel.tensor, dtype, parallel.options.sequence_parallel),
+            TensorSplit(
+                mesh,
+                parallel.tensor,
+                dtype,
+                parallel.options.sequence_parallel,
+                overlaps=parallel.options.schedule != "zero_bubble",
+            ),
             ContextSplit(mesh, parallel.context, parallel.options.attention),
             parallel.expert,
             balance_weight=weight / (self.microbatches * self.data_size),

@@ -142,3 +142,9 @@ def shared_casts() -> Iterator[None]:
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+
+
+def hooked(module: torch.nn.Module) -> bool:
+    """Return whether a call of the module runs hooks, its own or those for all modules."""
+    mine = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return bool(torch.nn.modules.module._has_any_global_hook()) or any(getattr(module, name) for name in mine)

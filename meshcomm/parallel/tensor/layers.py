@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from meshcomm.comm.torch_private import transforming
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.parallel.recompute import added_up
 from meshcomm.parallel.tensor.parameters import local
-from meshcomm.parallel.tensor.split import TensorSplit, wide_dtype
+from meshcomm.parallel.tensor.split import TensorSplit, as_autocast, wide_dtype
+from meshcomm.parallel.torch_private import hooked
 from meshcomm.transfer.fused import FUSED, joined
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -75,6 +77,55 @@ class ColumnParallel(nn.Module):
         if self.meshcomm_output == "whole" and split.size > 1:
             return split.mesh.functional.all_gather(split.dim, y, -1, grad="slice")
         return y
+
+
+def columns(x: Tensor, *layers: ColumnParallel) -> tuple[Tensor, ...]:
+    """Return the results of column-parallel layers that read the same `x`, (..., n_in), which has not been through `enter`.
+
+    Equivalent to `enter` and each layer. In backward, the gradient of `x` is summed over the ranks while the gradients of
+    the weights are computed, as in Megatron-LM's layers. Its sum and its rounding do not depend on that.
+    """
+    split = layers[0].meshcomm_split
+    if (
+        not split.overlaps
+        or torch.compiler.is_compiling()
+        or transforming()
+        or any(
+            type(layer) is not ColumnParallel or layer.bias is not None or hooked(layer) for layer in layers
+        )
+    ):
+        x = split.enter(x)
+        return tuple(layer(x) for layer in layers)
+    weights = (as_autocast(_matrix(layer)) for layer in layers)
+    results: tuple[Tensor, ...] = _Columns.apply(split, as_autocast(x), *weights)
+    return results
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, split: TensorSplit, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        x = split.enter(x)
+        ctx.split = split
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        split: TensorSplit = ctx.split
+        x, *weights = ctx.saved_tensors
+        rows = [grad.flatten(0, -2) for grad in grads]
+        finish: Callable[[], Tensor | None] = lambda: None  # noqa: E731
+        if ctx.needs_input_grad[1]:
+            dx = rows[0] @ weights[0]
+            for grad, weight in zip(rows[1:], weights[1:], strict=True):
+                dx += grad @ weight
+            finish = split.leave_while(dx.view(x.shape))
+        needed = ctx.needs_input_grad[2:]
+        of_weights = [
+            grad.T @ x.flatten(0, -2) if need else None for grad, need in zip(rows, needed, strict=True)
+        ]
+        return None, finish(), *of_weights
 
 
 class RowParallel(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -42,6 +43,8 @@ class TensorSplit:
             does not change, because reduce_scatter and all_gather are the two halves of an all_reduce. Parameters that are
             applied to slices have partial gradients (see `partial`).
         axis: the sequence axis of activations (batch, sequence, width), counted from the front.
+        overlaps: `columns` may sum gradients while it computes others. A pipeline schedule that splits the backward pass
+            needs False.
 
     size, coord: the dim's size and this rank's coord. sequence_parallel: False if nothing is split.
     """
@@ -53,12 +56,14 @@ class TensorSplit:
         dtype: torch.dtype = torch.float32,
         sequence_parallel: bool = False,
         axis: int = 1,
+        overlaps: bool = True,
     ) -> None:
         self.mesh, self.device, self.dtype = mesh, mesh.device, dtype
         self.dim = dim or ""
         self.size, self.coord = (mesh.size(dim), mesh.coord(dim)) if dim else (1, 0)
         self.sequence_parallel = sequence_parallel and self.size > 1
         self.axis = axis
+        self.overlaps = overlaps and self.size > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSplit:
         """Return self, because a copy of a module is on the same mesh."""
@@ -126,6 +131,12 @@ class TensorSplit:
         if self.sequence_parallel:
             return self.mesh.functional.reduce_scatter(self.dim, x, self.axis)
         return self.mesh.functional.all_reduce(self.dim, x, grad="identity")
+
+    def leave_while(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start to sum `x`, which has no gradient and no other use, as `leave` does. Return a function that waits for the sum."""
+        if self.sequence_parallel:
+            return self.mesh.reduce_scatter(self.dim, x, self.axis, async_op=True).wait
+        return self.mesh.all_reduce(self.dim, x, async_op=True).wait
 
     def gather(self, x: Tensor, axis: int | None = None) -> Tensor:
         """Return the full sequence, for a part of the model that every rank computes in full. Without
