@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.profiler import profile
 
 import meshcomm
 from meshcomm.errors import ShapeError, UnsupportedOp
@@ -125,6 +126,56 @@ def narrow(mesh: Mesh, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_under_autocast_what_is_sent_is_as_narrow_as_what_is_multiplied(sequence: bool) -> None:
     meshcomm.simulate(narrow, dims={"tp": 2}, args=(sequence,))
+
+
+def entered_once(mesh: Mesh, sequence: bool, case: str) -> None:
+    """Columns of one input against plain torch: results, gradients, calls, and the order of calls and products in backward."""
+    split = TensorSplit(mesh, "tp", torch.float64, sequence)
+    a, b = ColumnParallel(split, 16, 32), ColumnParallel(split, 16, 8, bias=case == "bias")
+    full = {each: randn(*each.weight.shape, seed=n).requires_grad_() for n, each in enumerate((a, b))}
+    for each, weight in full.items():
+        assign(each.weight, weight.detach())
+    if case == "bias":
+        nn.init.zeros_(local(cast(Tensor, b.bias).detach()))
+    seen: list[str] = []
+    if case == "hook":
+        b.register_forward_hook(lambda *_: seen.append("hook"))
+    if case == "frozen":
+        b.weight.requires_grad_(False)
+    x, weights = randn(2, 8, 16).requires_grad_(), [full[a], full[b]]
+    expected = [x @ weight.T for weight in weights]
+    sum((y * y).sum() for y in expected).backward()
+    mine = (part(mesh, "tp", x.detach(), 1) if sequence else x.detach().clone()).requires_grad_(
+        case != "data"
+    )
+    found = tensor_layers.columns(mine, a, b)
+    for y, want in zip(found, expected, strict=True):
+        close(y, part(mesh, "tp", want, -1))
+    before = mesh.stats()
+    with profile() as profiled:
+        sum((y * y).sum() for y in found).backward()
+    call = "reduce_scatter" if sequence else "all_reduce"
+    assert sent(mesh, before)[call] == (0 if case == "data" else 2 * 8 * 16 * 8)
+    assert seen == (["hook"] if case == "hook" else [])
+    if case != "data":
+        close(
+            cast(Tensor, mine.grad),
+            part(mesh, "tp", cast(Tensor, x.grad), 1) if sequence else cast(Tensor, x.grad),
+        )
+    for each, weight in full.items():
+        if each is a or case != "frozen":
+            close(whole(cast(Tensor, each.weight.grad)), cast(Tensor, weight.grad))
+    if case == "plain":
+        # The sum starts after the two products for the input, and before those for the weights.
+        names = [event.name for event in profiled.events()]
+        started = next(n for n, name in enumerate(names) if name.startswith(f"meshcomm::{call}"))
+        assert [names[:started].count("aten::mm"), names[started:].count("aten::mm")] == [2, 2]
+
+
+@pytest.mark.parametrize("case", ["plain", "bias", "hook", "frozen", "data"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_input_of_columns_is_summed_while_weights_get_their_gradients(sequence: bool, case: str) -> None:
+    meshcomm.simulate(entered_once, dims={"tp": 2}, args=(sequence, case))
 
 
 def test_ids_outside_the_vocabulary_are_named_on_one_rank() -> None:
