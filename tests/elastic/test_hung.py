@@ -129,6 +129,7 @@ def stop(job: object, rank: int) -> psutil.Process:
     return process
 
 
+@pytest.mark.faults
 def test_a_training_replaces_a_stopped_rank_and_not_one_that_continues(pool: Pool, tmp_path: Path) -> None:
     words = ["--set", "mesh.timeout_s=5.0"]
     with forked_training(pool, tmp_path, config_of("dp2", STEPS), 1, words=words) as job:

@@ -180,6 +180,7 @@ def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_pa
     )
 
 
+@pytest.mark.faults
 def test_a_later_failure_is_not_blamed_on_a_rank_that_has_been_replaced(pool: Pool, tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(IS_LATE)

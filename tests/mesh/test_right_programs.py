@@ -60,7 +60,7 @@ def results(
 @pytest.mark.parametrize("way", ["watch", "launched", "mesh"])
 @pytest.mark.parametrize("name", PROGRAMS)
 # `meshcomm run` watches a program in the same way. tests/comm/test_compiled_programs.py compares the calls of compiled programs.
-@pytest.mark.deep_cases(r"-watch\]|\[compiled-")
+@pytest.mark.deep_cases(r"-watch\]|\[compiled-|barrier-mesh\]")
 def test_a_right_program_is_left_alone(
     results: Callable[[str, bool], list[dict[str, str]]], name: str, way: str
 ) -> None:

@@ -143,7 +143,7 @@ def _cases(count: int, seed: int) -> Iterator[Case]:
     [
         pytest.param(Case(2, 9, "SIGKILL", "whole"), marks=pytest.mark.deep),
         Case(5, 17, "SIGKILL", "buckets"),
-        Case(6, 12, "SIGSTOP", "whole"),
+        pytest.param(Case(6, 12, "SIGSTOP", "whole"), marks=pytest.mark.deep),
     ],
     ids=str,
 )
@@ -261,6 +261,7 @@ def _held_up() -> Held:
     return Held((said, pushes), (source, target, link), reusable=False)
 
 
+@pytest.mark.faults
 def test_the_next_push_names_who_holds_it_up(pool: Pool) -> None:
     said = pool.run(_held_up, ranks=8, timeout_s=_STARTS_S + _TIMEOUT_S + _BUSY_S)
     for text, missing in (words for words, _ in said[:4]):
@@ -330,7 +331,7 @@ def _run(script: str, count: int, *arguments: str) -> list[Any]:
     return [*texts, [rank.returncode for rank in ranks]]
 
 
-@pytest.mark.parametrize("how", ["returns", "changed", "raises"])
+@pytest.mark.parametrize("how", [pytest.param("returns", marks=pytest.mark.deep), "changed", "raises"])
 def test_a_program_ends_while_a_push_is_under_way(how: str, pool: Pool, tmp_path: Path) -> None:
     """The push is carried out. An error that nobody has waited for is printed, and is the exit code. After an error of the program,
     nothing waits.

@@ -97,7 +97,7 @@ def incomplete(place: Place, port: int, absent: int) -> Any:
     return raised.value.side, raised.value.missing, str(raised.value)
 
 
-@pytest.mark.parametrize("absent", [1, 2])
+@pytest.mark.parametrize("absent", [1, pytest.param(2, marks=pytest.mark.deep)])
 def test_a_rank_that_never_comes_is_named_with_its_side(pool: Pool, tmp_path: Path, absent: int) -> None:
     found = values(run(pool, tmp_path, incomplete, free_port(), absent, source=2, target=2))
     assert found.pop(absent) is None

@@ -203,6 +203,7 @@ def striped_on_process() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parity
 def test_two_nodes_on_processes(pool: Pool) -> None:
     """Eight processes, as two nodes of four."""
     pool.run(striped_on_process, ranks=8)
