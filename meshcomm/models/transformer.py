@@ -27,9 +27,9 @@ from meshcomm.parallel.tensor import (
     TensorSplit,
     VocabParallelEmbedding,
     assign,
+    columns,
     local,
 )
-from meshcomm.parallel.tensor.layers import columns
 from meshcomm.predict.stages import PartCosts, part_costs
 
 

@@ -12,6 +12,7 @@ from meshcomm.parallel.tensor.layers import (
     ColumnParallel,
     RowParallel,
     VocabParallelEmbedding,
+    columns,
     cross_entropy,
 )
 from meshcomm.parallel.tensor.parameters import (
@@ -28,6 +29,7 @@ __all__ = [
     "TensorSplit",
     "VocabParallelEmbedding",
     "assign",
+    "columns",
     "cross_entropy",
     "local",
     "tensor_parallel",

@@ -23,6 +23,7 @@ from meshcomm.parallel.tensor import (
     TensorSplit,
     VocabParallelEmbedding,
     assign,
+    columns,
     cross_entropy,
     local,
     whole,
@@ -148,7 +149,7 @@ def entered_once(mesh: Mesh, sequence: bool, case: str) -> None:
     mine = (part(mesh, "tp", x.detach(), 1) if sequence else x.detach().clone()).requires_grad_(
         case != "data"
     )
-    found = tensor_layers.columns(mine, a, b)
+    found = columns(mine, a, b)
     for y, want in zip(found, expected, strict=True):
         close(y, part(mesh, "tp", want, -1))
     before = mesh.stats()
