@@ -122,11 +122,11 @@ class Commands(TyperGroup):
             # All ranks on a host read the same file, so only the first rank reports errors in it.
             local = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
             if local == "0" or not isinstance(error, ConfigError):
-                _say(error)
+                say(error)
             raise typer.Exit(2) from None
 
 
-def _say(error: MeshcommError) -> None:
+def say(error: MeshcommError) -> None:
     """Print an error to stderr. Lines are wrapped only on a terminal."""
     from meshcomm.show.page import Line, terminal
 

@@ -154,3 +154,18 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
             process.stdout.close()
             assert process.stderr.read() == b""
             process.wait(200)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("words", [["schema"], ["--help"]])
+def test_an_output_without_space_is_an_error(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "meshcomm", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=200,
+        )
+    assert done.returncode == 2 and done.stderr.startswith("the output could not be written\n"), done.stderr
+    assert "No space left on device" in done.stderr
