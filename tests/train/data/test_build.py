@@ -127,10 +127,10 @@ def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -
     [
         (("raises",), "data.build could not be called: ValueError: no such folder", "some_loaders:raises"),
         (("missing",), "data.build could not be called: AttributeError", "some_loaders:missing"),
-        (("nothing",), "data.build does not return an indexable dataset", "returned int"),
-        (("without",), "data.build does not return an indexable dataset", "returned list, without samples"),
-        (("batches_of_it",), "data.build does not return an indexable dataset", "returned DataLoader, which yields batches"),
-        (("generator",), "data.build does not return an indexable dataset", "returned generator"),
+        (("nothing",), "data.build does not return a dataset", "returned int"),
+        (("without",), "data.build does not return a dataset", "returned list, without samples"),
+        (("batches_of_it",), "data.build does not return a dataset", "returned DataLoader, which yields batches"),
+        (("generator",), "data.build does not return a dataset", "returned generator, which can be read only once"),
         *(
             (("sample", {"args": {"kind": kind}}), "sample 0 of data.build is invalid", given)
             for kind, given in (
