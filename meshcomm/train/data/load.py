@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshcomm.config import DataConfig, ModelConfig
-from meshcomm.config.write import toml
+from meshcomm.config.write import whole_toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.train.data.corpus import Corpus, Samples, Stream, checked, outside
 from meshcomm.train.data.megatron import indexed
@@ -113,7 +113,9 @@ def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
                 f"no training data matches {pattern!r}",
                 given=f"{key} has {pattern!r}" + ", a folder of several splits" * bool(splits),
                 expected="a file, a folder written by Dataset.save_to_disk, or a glob that matches at least one",
-                hint=f"{key} = {toml(splits[:1])}" if splits else "use paths relative to the config file",
+                hint=f"{key} = {whole_toml(splits[:1])}"
+                if splits
+                else "use paths relative to the config file",
             )
         paths.update(some)
     return sorted(paths)
@@ -384,7 +386,9 @@ def _text_in(path: Path, most: int) -> bytes:
             text = file.read(most)
     except BROKEN as error:
         raise TrainingError(
-            "the training data cannot be read", given=f"data.files: {path}: {error}"
+            "the training data cannot be read",
+            given=f"data.files: {path}: {error}",
+            expected="a file of text, compressed if its suffix is .gz, .bz2, .xz or .zst",
         ) from error
     form = _foreign(text[:8])
     if form or b"\0" in text[:8000]:

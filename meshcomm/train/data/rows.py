@@ -52,7 +52,7 @@ def rows_of(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str,
         raise TrainingError(
             "a row of the data cannot be read",
             given=f"{path}:{number}: {type(error).__name__}: {error}",
-            expected=f"a complete file that has the format of its suffix {''.join(path.suffixes[-2:])}, "
+            expected=f"a complete file that has the format of its suffix, {kind}, "
             f"with a column {' or '.join(map(repr, columns))}",
             hint="the suffixes .jsonl, .ndjson, .json (JSON lines, or one list), .parquet and .arrow; .gz, .bz2, .xz and .zst after "
             "them; data.column names the column of texts",
@@ -77,7 +77,7 @@ def _columns(
     """Yield the rows of a file that is stored by columns. Raises ValueError if it has none of the columns."""
     arrow = _pyarrow(path)
     if kind == ".parquet":
-        table = arrow.parquet.ParquetFile(file)
+        table = arrow.parquet.ParquetFile(file, page_checksum_verification=True)
         names = table.schema_arrow.names
     else:
         in_order = file.peek(6)[:6] != b"ARROW1"
