@@ -27,7 +27,7 @@ from meshcomm.train.data.corpus import IGNORED, Corpus, DataPart, Samples, held_
 _LOOKS = 16
 _EXPECTED = (
     "tokens (up to seq_len + 1 integers), a pair of inputs and targets, or a dict with input_ids and, "
-    "as in transformers, labels"
+    "as in transformers, labels; with data.tokenizer, a dict with a text"
 )
 
 
@@ -69,6 +69,9 @@ def called(config: DataConfig, seed: int) -> Any:
     fault = kind
     if isinstance(data, DataLoader):
         fault, hint = f"{kind}, which yields batches", "return its dataset"
+    elif isinstance(data, Mapping) and 0 not in data:
+        fault = f"{kind} of {', '.join(map(str, data)) or 'nothing'}"
+        hint = 'return one of its splits; for datasets.load_dataset, data.args.split = "train"'
     elif by_index(data):
         fault = "" if len(data) else f"{kind}, without samples"
     elif isinstance(data, Iterable):

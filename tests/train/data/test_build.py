@@ -62,6 +62,9 @@ def generator():
 def without():
     return []
 
+def splits():
+    return {"train": [[1, 2, 3]]}
+
 class Counted(torch.utils.data.IterableDataset):
     def __init__(self, rows, **more):
         self.rows, self.epoch, self.more = rows, 0, more
@@ -155,6 +158,7 @@ def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -
         (("missing",), "data.build could not be called: AttributeError", "some_loaders:missing"),
         (("nothing",), "data.build does not return a dataset", "returned int"),
         (("without",), "data.build does not return a dataset", "returned list, without samples"),
+        (("splits",), "data.build does not return a dataset", "returned dict of train"),
         (("batches_of_it",), "data.build does not return a dataset", "returned DataLoader, which yields batches"),
         (("generator",), "data.build does not return a dataset", "returned generator, which can be read only once"),
         *(
