@@ -146,11 +146,6 @@ def _conversations(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _tokens(tokenizer: Any, messages: Any, answers_only: bool, where: str) -> tuple[list[int], list[int]]:
     try:
-        # A file with columns has all keys in each message.
-        messages = [
-            {key: value for key, value in message.items() if value is not None or key == "content"}
-            for message in messages
-        ]
         tokens = _templated(tokenizer, messages)
         if not answers_only:
             return tokens, tokens

@@ -269,7 +269,7 @@ def test_pairs_are_conversations_in_every_format(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, pairs)).encode()))
     pa.parquet.write_table(pa.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
     (tmp_path / "talks.json").write_text(json.dumps(talks))
-    # Arrow gives each message the keys of all others.
+    # Arrow gives each message the keys of all others; transformers drops those without a value.
     pa.parquet.write_table(pa.Table.from_pylist(talks), tmp_path / "talks.parquet")
     template = (
         "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{{ '!' if 'tools' in m and m.tools != 'x' }};{% endfor %}"
