@@ -124,10 +124,12 @@ def test_settings_of_raw_files_are_refused_for_files_with_an_index(tmp_path: Pat
 
 def test_files_with_an_index_and_others_are_mixed(tmp_path: Path) -> None:
     path = write(tmp_path / "a", "uint16", [[list(range(1, 42))]] * 3)
-    np.save(tmp_path / "b.npy", np.arange(100, 201))
-    corpus = text.load(DataConfig(tokens=(path, f"{tmp_path}/b.npy"), weights=(1.0, 1.0), seq_len=4))
-    epoch = sum(len(part) for part in corpus.parts)
-    inputs = [
-        Batches(corpus, global_batch_size=1, seed=0)(step)[0][0, 0].item() for step in range(1, epoch + 1)
-    ]
-    assert epoch == 30 + 25 and sum(first >= 100 for first in inputs) in (27, 28)
+    np.save(tmp_path / "b0.npy", np.arange(100, 201))
+    np.save(tmp_path / "b1.npy", np.arange(300, 341))
+    corpus = text.load(DataConfig(tokens=(path, f"{tmp_path}/b*.npy"), weights=(1.0, 1.0), seq_len=4))
+    assert [len(part) for part in corpus.parts] == [30, 25, 10]
+    data = Batches(corpus, global_batch_size=1, seed=0)
+    inputs = [data(step)[0][0, 0].item() for step in range(1, 65)]
+    # Half of 65 samples for each entry, whose files share it by their sizes.
+    found = [sum(low <= first < low + 100 for first in inputs) for low in (0, 100, 300)]
+    assert found == [32, 23, 9]
