@@ -258,6 +258,13 @@ eval_every = 100
 """,
         """\
 [data]
+files = ["web/*.parquet", "code.jsonl.zst"]
+column = "content"
+weights = [0.7, 0.3]
+seq_len = 128
+""",
+        """\
+[data]
 tokens = ["web.bin", "code.npy"]
 token_type = "uint16"
 weights = [0.7, 0.3]

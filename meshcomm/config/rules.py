@@ -248,7 +248,7 @@ def _network_of_nccl(resolved: Resolved) -> Iterator[Problem]:
 def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
     model, data = resolved.config.model, resolved.data
     pretrained = None if model is None else model.pretrained
-    if data.tokenizer_of(pretrained) is not None or data.source != "files":
+    if data.tokenizer_of(pretrained) is not None or not data.texts_from:
         return
     if data.eos is not None:
         ways = ['data.tokenizer = "tokenizer.json"', "remove data.eos"]

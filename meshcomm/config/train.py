@@ -38,14 +38,14 @@ _WITH_EPS: Final = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
 
 
 def _token_weights(data: DataConfig) -> Iterator[Problem]:
-    weights, entries = data.weights, len(data.tokens)
+    weights, entries = data.weights, len(getattr(data, data.source) or ())
     if weights and entries and (len(weights) != entries or min(weights) <= 0):
         what = "a weight is not positive"
         if len(weights) != entries:
-            what = f"{len(weights)} weights for {entries} entries of tokens"
-        expected = "a positive number for each entry of data.tokens"
+            what = f"{len(weights)} weights for {entries} entries of {data.source}"
+        expected = f"a positive number for each entry of data.{data.source}"
         ways = [f"data.weights = {toml([1.0] * entries)}", "remove data.weights"]
-        yield Problem("weights", what, expected, ways, data.written("weights tokens"))
+        yield Problem("weights", what, expected, ways, data.written(f"weights {data.source}"))
 
 
 class DataConfig(Section):
@@ -53,13 +53,24 @@ class DataConfig(Section):
 
     place = "data"
     rules = (
-        NoEffect("token_type weights", "tokens"),
+        NoEffect("token_type", "tokens"),
+        NoEffect("weights", "files tokens chat", way='files = ["a.txt", "b.txt"]'),
         NoEffect("eos_id", "document_mask", way="document_mask = true"),
-        NoEffect("tokenizer", "source", ("files", "chat"), why=" without text"),
+        NoEffect("tokenizer", "source", ("files", "chat", "build"), why=" without text"),
         NoEffect("max_bytes", "source", ("files",), why=" without text"),
-        NoEffect("eos", "source", ("files",), why=": it is added only to texts from data.files"),
+        NoEffect(
+            "eos column",
+            "texts_from",
+            ("files", "tokenizer"),
+            why=" without texts from data.files or data.build",
+        ),
         NoEffect("validation_files", "source", ("files", "tokens", "chat"), why=" without files"),
-        NoEffect("eos_id", "source", ("files", "tokens"), why=": samples contain the starts of documents"),
+        NoEffect(
+            "eos_id",
+            "source texts_from",
+            ("files", "tokens", "tokenizer"),
+            why=": samples contain the starts of documents",
+        ),
         NoEffect("answers_only", "chat", way='chat = ["conversations.jsonl"]'),
         NoEffect("args", "build", way='build = "my_package.data:loader"'),
         partial(one_of, fields="files tokens chat build", what="sources of data"),
@@ -67,36 +78,48 @@ class DataConfig(Section):
         _token_weights,
     )
     files: FrozenList[Text] = ()
-    """Text files or globs, relative to the config file. Default []: the source files of Python's standard library,
-    unless another data source is given.
+    """Texts, as paths or globs relative to the config file: text files; files whose rows are texts (.jsonl, .ndjson, .json,
+    .parquet, .arrow), each of these also compressed (.gz, .bz2, .xz, .zst); and folders written by save_to_disk of
+    Hugging Face datasets. Default []: the source files of Python's standard library, unless another data source is given.
     """
+    column: Text = Field(default="text", examples=["content"])
+    """With rows of files or of a dataset: name of the column with the texts. Each row is one document."""
     tokens: FrozenList[Text] = Field(default=(), examples=[["web.bin", "code.npy"]])
-    """Token files, as paths or globs relative to the config file: .npy or raw .bin. Default []: none."""
+    """Token files, as paths or globs relative to the config file: .npy, raw .bin, or the .bin of Megatron-LM with its .idx
+    beside it. Default []: none.
+    """
     token_type: Literal["uint16", "uint32"] = "uint16"
-    """With tokens: dtype of .bin files."""
+    """With tokens: dtype of raw .bin files."""
     weights: FrozenList[float] = Field(default=(), examples=[[0.7, 0.3]])
-    """With tokens: relative sampling weight of each entry. Default []: each epoch reads every sample of all files once."""
+    """With files, tokens or chat: relative sampling weight of each entry. Default []: each epoch reads every sample of all
+    files once.
+    """
     chat: FrozenList[Text] = Field(default=(), examples=[["conversations.jsonl"]])
-    """Conversation files, in JSON lines. Each line has a list of messages, each with a role and content. The tokenizer's
-    chat template formats the messages.
+    """Files of conversations with rows, in the formats of files. Each row has a list of messages, each with a role and
+    content, or the texts prompt and completion, which are a user's message and the answer. The tokenizer's chat template
+    formats the messages.
     """
     answers_only: bool = False
     """With chat: use only the assistant's messages as targets."""
     build: Function | None = Field(default=None, examples=["my_package.data:loader"])
-    """module:function that returns an indexable dataset with the samples of all ranks. If omitted, no function is used."""
+    """module:function that returns the samples of all ranks, as an indexable dataset, or as a stream, which each rank reads
+    in full and in its own order. With tokenizer, they are rows of texts. If omitted, no function is used.
+    """
     args: Arguments = Field(default_factory=Table, examples=[{"folder": "images"}])
     """With build: keyword arguments for the function."""
     tokenizer: Text | None = Field(default=None, examples=["tokenizer.json"])
     """With text: a tokenizer.json file or its folder, relative to the config file. "bytes" makes each byte a token. If
     omitted, the tokenizer of model.pretrained is used, or bytes if it has none. If the weights are read from a folder,
-    a missing tokenizer is an error.
+    a missing tokenizer is an error. With build, texts are tokenized only if it is set.
     """
     eos: Text | None = Field(default=None, examples=["<|endoftext|>"])
-    """With a tokenizer: the token at the end of each document. Each file is one document. If omitted, the eos_token of
-    the tokenizer's folder is used.
+    """With a tokenizer: the token at the end of each document. Each text file and each row is one document. If omitted,
+    the eos_token of the tokenizer's folder is used.
     """
     eos_id: int | None = Field(default=None, ge=0, examples=[0])
-    """With document_mask: ID of the token at the end of each document. If omitted, the ID of eos is used."""
+    """With document_mask: ID of the token at the end of each document. If omitted, the ID of eos is used. The documents of
+    Megatron-LM's files are those of their index.
+    """
     document_mask: bool = False
     """Restrict attention to each token's own document and restart positions in each document. A document's first token
     is not a target.
@@ -104,7 +127,9 @@ class DataConfig(Section):
     seq_len: int = Field(ge=1, examples=[128])
     """Tokens per sample."""
     max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
-    """With text: maximum total number of bytes to read from the files, in order. If omitted, all bytes are read."""
+    """With text: maximum total number of bytes to read from the files, in order; with weights, from those of each entry. If
+    omitted, all bytes are read.
+    """
     workers: int = Field(default=0, ge=0, examples=[2])
     """Number of worker processes per rank. Each worker reads samples two steps ahead while the rank computes. Default 0:
     the rank itself reads samples between steps.
@@ -118,6 +143,11 @@ class DataConfig(Section):
     def source(self) -> str:
         """The setting that names the data source."""
         return next((name for name in ("build", "tokens", "chat") if getattr(self, name)), "files")
+
+    @property
+    def texts_from(self) -> str:
+        """The setting because of which the data are texts; "" if they are something else."""
+        return "tokenizer" if self.build and self.tokenizer else "files" * (self.source == "files")
 
     def tokenizer_of(self, pretrained: str | None) -> Path | None:
         """Return the path of the tokenizer, or None if each byte is a token. pretrained: the value of model.pretrained."""

@@ -74,7 +74,7 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     read = partial(corpus_of, sections, vocab_size, Path(sections.train.out))
     pretrained = None if sections.model is None else sections.model.pretrained
     data = sections.data
-    if data is not None and data.source == "files" and data.tokenizer_of(pretrained) is not None:
+    if data is not None and data.texts_from and data.tokenizer_of(pretrained) is not None:
         # The lowest rank of each host tokenizes the data. The others read the result from train.out.
         on_all_ranks(mesh, "tokenize the data", lambda: read() if facts.lowest else None)
     corpus = on_all_ranks(mesh, "start the training", read)

@@ -134,7 +134,7 @@ class Batches(Source):
     """The samples that one data rank reads in each step.
 
     Position p is the p-th sample that all ranks together read during training. Each step reads the next B positions, where
-    B is the global batch size. The sample at position p depends only on the seed and p, so the global batch does not depend
+    B is the global batch size. The sample at position p depends only on the seed and p (in a stream, only on p), so the global batch does not depend
     on the mesh. Coord c of n along data reads positions [c * B / n, (c + 1) * B / n) of each step's B positions. Ranks along
     tensor and pipeline have the same coord and read the same samples.
 
@@ -166,7 +166,7 @@ class Batches(Source):
         self._mine = slice(coord * share, (coord + 1) * share)
         self._device, self._dtype = device, dtype
         self.device_type = "cpu" if device is None else device.type
-        self._after = after
+        self._after, self._shuffled = after, corpus.shuffled
         self.order = Order([len(part) for part in corpus.parts], corpus.weights, seed)
 
     def read(self, step: int) -> int:
@@ -176,7 +176,8 @@ class Batches(Source):
     def places(self, step: int) -> tuple[Indices, Indices]:
         """Return the part that contains each of this rank's samples in `step`, and the sample's index in that part."""
         first = self.read(step - 1)
-        return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
+        positions = np.arange(first, first + self._global_batch)[self._mine]
+        return self.order.at(positions) if self._shuffled else (np.zeros_like(positions), positions)
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
         """See Source. Each tensor has the shape (global_batch_size / size, ...). Tokens are int64 of shape (..., sequence)."""

@@ -1,37 +1,54 @@
-"""The data that the function in `[data]` build returns, a dataset whose samples are accessed by index."""
+"""The data that the function in `[data]` build returns: a dataset whose samples are accessed by index, or a stream."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import random
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from meshcomm.config import DataConfig
-from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
+from meshcomm.errors import ConfigError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.models.build import function_of
 from meshcomm.train.data.batch import named_of
 from meshcomm.train.data.batches import permuted
-from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, held_back, outside
+from meshcomm.train.data.corpus import IGNORED, Corpus, DataPart, Samples, held_back, outside
 
 # The number of samples that the digest of a dataset covers.
 _LOOKS = 16
 _EXPECTED = (
     "tokens (up to seq_len + 1 integers), a pair of inputs and targets, or a dict with input_ids and, "
-    "as in transformers, labels"
+    "as in transformers, labels; with data.tokenizer, a dict with a text"
 )
 
 
-def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
+def built(config: DataConfig, data: Any, vocab_size: int | None) -> Corpus:
+    """Return the samples in `data`, the result of `called`. Raises TrainingError if the first are invalid."""
+    name = str(config.build)
+    form = SampleForm(name, config.seq_len, vocab_size, config.document_mask)
+    if not by_index(data):
+        return streamed(config, data, form.joined)
+    part = Indexed(data, form)
+    part.read(np.zeros(1, dtype=np.int64))
+    numbers = np.unique(np.linspace(0, len(part) - 1, _LOOKS).astype(np.int64))
+    digest = hashlib.sha256(f"{name} {len(data)}".encode() + _content(part, numbers)).digest()
+    return Corpus((part,), digest, len(data), "samples").cut(config.validation)
+
+
+def called(config: DataConfig, seed: int) -> Any:
     """Call the function that `config.build` names. It receives seed and seq_len if it has parameters with these names.
 
-    Raises TrainingError if the call fails, or if the result is not an indexable dataset.
+    Returns a dataset that is accessed by index, or an iterable that can be read several times.
+    Raises TrainingError if the call fails or returns something else.
     """
     name = config.build
     assert name is not None
@@ -48,29 +65,70 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
             expected="a function that every rank can import, and that accepts args by name",
             hint="put its module into the folder where meshcomm is started, or into a folder in PYTHONPATH",
         ) from error
-    by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if not (by_index and len(data)):
-        loader = isinstance(data, torch.utils.data.DataLoader)
-        more = ", which yields batches" if loader else ", without samples" if by_index else ""
+    kind, hint = type(data).__name__, "for an iterable of batches, use a script with Trainer.run"
+    fault = kind
+    if isinstance(data, DataLoader):
+        fault, hint = f"{kind}, which yields batches", "return its dataset"
+    elif isinstance(data, Mapping) and 0 not in data:
+        fault = f"{kind} of {', '.join(map(str, data)) or 'nothing'}"
+        hint = 'return one of its splits; for datasets.load_dataset, data.args.split = "train"'
+    elif by_index(data):
+        fault = "" if len(data) else f"{kind}, without samples"
+    elif isinstance(data, Iterable):
+        fault = f"{kind}, which can be read only once" if iter(data) is data else ""
+    if fault:
         raise TrainingError(
-            "data.build does not return an indexable dataset",
-            given=f"{name} returned {type(data).__name__}{more}",
-            expected="a dataset of all ranks' samples, with __getitem__ and a __len__ above 0",
-            hint="return its dataset"
-            if loader
-            else "for an iterable of batches, use a script with Trainer.run",
+            "data.build does not return a dataset",
+            given=f"{name} returned {fault}",
+            expected="the samples of all ranks, with __getitem__ and a __len__ above 0; or as a stream, whose __iter__ starts again",
+            hint=hint,
         )
-    part = Indexed(data, SampleForm(name, config.seq_len, vocab_size, config.document_mask))
-    part.read(np.zeros(1, dtype=np.int64))
-    digest = hashlib.sha256(f"{name} {len(data)}".encode() + _content(part)).digest()
-    return Corpus((part,), digest, len(data), "samples").cut(config.validation)
+    return data
 
 
-def _content(part: Indexed) -> bytes:
-    """Return a digest of up to `_LOOKS` samples, equally spaced; or nothing if samples are random, and so differ if they are
-    read twice.
+def by_index(data: Any) -> bool:
+    """Return whether samples are accessed by index."""
+    has_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return has_index and not isinstance(data, IterableDataset)
+
+
+def streamed(
+    config: DataConfig,
+    data: Iterable[Any],
+    joined: Callable[[Sequence[tuple[int, Any]]], Samples],
+    samples: Callable[[Iterator[Any]], Iterator[Any]] = iter,
+) -> Corpus:
+    """Return the samples of a stream. joined, samples: see `Streamed`.
+
+    Raises ConfigError for settings that need an index; TrainingError if the stream begins differently when it is read again.
     """
-    numbers = np.unique(np.linspace(0, len(part) - 1, _LOOKS).astype(np.int64))
+    for setting, why in (
+        ("validation", "the end of a stream is unknown"),
+        ("workers", "each worker would read the whole stream, and some streams are divided among workers"),
+    ):
+        if getattr(config, setting):
+            raise ConfigError(
+                f"data.{setting}: not possible with a stream",
+                given=f"{config.written(setting)}, and {config.build} returned a {type(data).__name__}",
+                expected=f"a dataset that is accessed by index: {why}",
+                hint=f"remove data.{setting}"
+                + ("; train.evaluate for an evaluation of your own" if setting == "validation" else ""),
+            )
+    part = Streamed(data, str(config.build), joined, samples)
+    content = _content(part, np.arange(_LOOKS))
+    if not content:
+        raise TrainingError(
+            "the stream of data.build begins with other samples when it is read again",
+            given=f"{config.build} returned a {type(data).__name__}",
+            expected="the same samples in the same order, so that a run can resume",
+            hint="shuffle with a fixed seed",
+        )
+    digest = hashlib.sha256(f"{config.build}".encode() + content).digest()
+    return Corpus((part,), digest, unit="samples of a stream", shuffled=False)
+
+
+def _content(part: DataPart, numbers: NDArray[np.int64]) -> bytes:
+    """Return a digest of samples; or nothing if samples are random, and so differ if they are read twice."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         first, again = (
@@ -204,3 +262,56 @@ class Indexed:
         place = count - held_back(count, share)
         before, after = (Indexed(self._data, self._form, bounds) for bounds in ((0, place), (place, count)))
         return before, after
+
+
+@final
+class Streamed:
+    """A user's stream, which every rank reads in full. Sample n is the n-th from the start of training, over all epochs.
+
+    name: the function's name, for errors. joined: returns the arrays of (number, sample) pairs. samples: makes the samples of an
+    epoch from its items. Before each epoch, the stream's `set_epoch`, if it has one, is called with the epoch's number. To go
+    back, or to continue a training, the stream is read again from the start.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        name: str,
+        joined: Callable[[Sequence[tuple[int, Any]]], Samples],
+        samples: Callable[[Iterator[Any]], Iterator[Any]] = iter,
+    ) -> None:
+        self._data, self._name, self._joined, self._samples = data, name, joined, samples
+        self._reader, self._next = self._epochs(), 0
+
+    def __len__(self) -> int:
+        """Return the highest possible number of samples, as the end is unknown."""
+        return sys.maxsize
+
+    def read(self, samples: NDArray[np.int64]) -> Samples:
+        """See DataPart. Raises TrainingError if an epoch has no samples."""
+        if samples[0] < self._next:
+            self._reader, self._next = self._epochs(), 0
+        pairs = []
+        for number in samples.tolist():
+            pairs.append((number, next(islice(self._reader, number - self._next, None))))
+            self._next = number + 1
+        return self._joined(pairs)
+
+    def cut(self, share: float) -> tuple[DataPart, DataPart]:
+        """See DataPart. `streamed` refuses it."""
+        raise NotImplementedError
+
+    def _epochs(self) -> Iterator[Any]:
+        for epoch in count():
+            if callable(set_epoch := getattr(self._data, "set_epoch", None)):
+                set_epoch(epoch)
+            empty = True
+            for sample in self._samples(iter(self._data)):
+                empty = False
+                yield sample
+            if empty:
+                raise TrainingError(
+                    "the stream of data.build has no samples",
+                    given=f"{self._name} returned a {type(self._data).__name__}, which yields nothing in epoch {epoch}",
+                    expected="one or more samples in each epoch",
+                )

@@ -1,4 +1,4 @@
-"""Read conversations from JSON lines, apply a tokenizer's chat template, and pack the tokens into samples."""
+"""Read conversations from rows, apply a tokenizer's chat template, and pack the tokens into samples."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from meshcomm.config import DataConfig, ModelConfig
 from meshcomm.errors import TrainingError
 from meshcomm.train.data.build import Indexed, SampleForm
 from meshcomm.train.data.corpus import IGNORED, Corpus
+from meshcomm.train.data.rows import has_rows, rows_of
 
 _EXPECTED: Final = (
-    '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+    '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or '
+    '{"prompt": "...", "completion": "..."}'
 )
+# The columns of a pair, and whose message each is.
+_ROLES: Final = {"prompt": "user", "completion": "assistant"}
 
 
 class Conversation(NamedTuple):
@@ -32,7 +36,7 @@ def chats(
     """Return the conversations in the files, one per sample. With data.document_mask, several share a sample.
 
     Conversations longer than data.seq_len + 1 tokens are truncated.
-    Raises TrainingError if there is no template, or if a line is not a conversation. The error names the file and line.
+    Raises TrainingError if there is no template, or if a row is not a conversation. The error names the file and row.
     """
     tokenizer = _tokenizer(config, model)
     most = config.seq_len + 1
@@ -122,25 +126,22 @@ def _tokenizer(config: DataConfig, model: ModelConfig | None) -> Any:
 
 
 def _conversations(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the location and the messages of each line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
+    """Yield the location and the messages of each row."""
+    if not has_rows(path):
         raise TrainingError(
-            "conversations cannot be read", given=f"{path}: {error}", expected="JSON lines"
-        ) from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            yield where, json.loads(line)["messages"]
-        except (ValueError, LookupError, TypeError) as error:
+            "conversations cannot be read",
+            given=f"{path}",
+            expected="a file with rows: .jsonl, .parquet or .arrow",
+        )
+    for number, row in rows_of(path, ("messages", *_ROLES)):
+        messages = row.get("messages")
+        if "messages" not in row and all(isinstance(row.get(column), str) for column in _ROLES):
+            messages = [{"role": role, "content": row[column]} for column, role in _ROLES.items()]
+        if not isinstance(messages, list):
             raise TrainingError(
-                "a line is not a conversation",
-                given=f"{where}: {type(error).__name__}: {error}",
-                expected=_EXPECTED,
-            ) from error
+                "a row is not a conversation", given=f"{path}:{number}: {row!s:.80}", expected=_EXPECTED
+            )
+        yield f"{path}:{number}", messages
 
 
 def _tokens(tokenizer: Any, messages: Any, answers_only: bool, where: str) -> tuple[list[int], list[int]]:

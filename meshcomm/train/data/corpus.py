@@ -49,7 +49,8 @@ class Stream:
     name: the file's name, for errors.
     vocab_size: an upper bound for the ids; None if it is unknown or already checked.
     first: the position of the first token in the file `name`.
-    eos: the token after each document, which is used to number documents. If None, documents are not numbered.
+    eos: the token after each document, which is used to number documents. ends: instead, the positions in the file after each
+    document. If both are None, documents are not numbered.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class Stream:
         vocab_size: int | None = None,
         first: int = 0,
         eos: int | None = None,
+        ends: NDArray[np.int64] | None = None,
     ) -> None:
         self.tokens, self.name, self.vocab_size, self._first = tokens, name, vocab_size, first
-        self._eos = eos
+        self._eos, self._ends = eos, ends
         self._window = np.arange(seq_len + 1)
         self._seq_len = seq_len
 
@@ -81,10 +83,14 @@ class Stream:
                     where = f"position {self._first + int(offsets[sample]) + place} of {self.name}"
                     raise outside(token, self.vocab_size, where)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if self._eos is None:
+        if self._ends is not None:
+            after = self._first + offsets[:, None] + self._window[1:]
+            ends = self._ends.take(np.searchsorted(self._ends, after), mode="clip") == after
+        elif self._eos is not None:
+            ends = inputs == self._eos
+        else:
             return inputs, targets
         # The first token of a document is not predicted from the end of the previous document.
-        ends = inputs == self._eos
         return inputs, np.where(ends, IGNORED, targets), documents_in(ends)
 
     def cut(self, share: float) -> tuple[Stream, Stream]:
@@ -99,6 +105,7 @@ class Stream:
                 self.vocab_size,
                 self._first + begin,
                 self._eos,
+                self._ends,
             )
             for begin, end in ((0, place + 1), (place, len(self.tokens)))
         )
@@ -107,9 +114,11 @@ class Stream:
     def digest(self) -> bytes:
         """Return the SHA-256 of the tokens. For many tokens, the digest covers only their count and equally spaced ranges."""
         count = len(self.tokens)
+        sums = hashlib.sha256(b"" if self._ends is None else self._ends.tobytes())
         if count <= _LOOKS * _STRETCH:
-            return hashlib.sha256(np.ascontiguousarray(self.tokens).tobytes()).digest()
-        sums = hashlib.sha256(f"{count} {self.tokens.dtype.str}".encode())
+            sums.update(np.ascontiguousarray(self.tokens).tobytes())
+            return sums.digest()
+        sums.update(f"{count} {self.tokens.dtype.str}".encode())
         for place in np.linspace(0, count - _STRETCH, _LOOKS).astype(np.int64):
             sums.update(self.tokens[place : place + _STRETCH].tobytes())
         return sums.digest()
@@ -128,6 +137,8 @@ class Corpus:
     files: tuple[Path, ...] = ()
     weights: tuple[float, ...] = ()
     """The share of each part in an epoch. If empty, each sample occurs once per epoch."""
+    shuffled: bool = True
+    """Whether each epoch has another order. If False, sample n of the only part is the n-th that the training reads."""
     validation: Corpus | None = None
     """The data for evaluation."""
 

@@ -8,9 +8,10 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -18,8 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshcomm.config import DataConfig, ModelConfig
+from meshcomm.config.write import whole_toml
 from meshcomm.errors import ConfigError, TrainingError
-from meshcomm.train.data.corpus import Corpus, Stream, checked, outside
+from meshcomm.train.data.corpus import Corpus, Samples, Stream, checked, outside
+from meshcomm.train.data.megatron import indexed
+from meshcomm.train.data.rows import BROKEN, has_rows, opened, rows_of
 
 # The number of documents that are tokenized together, on all cores.
 _AT_ONCE = 256
@@ -44,88 +48,154 @@ def load(
     seed:       the seed to pass to the `build` function if it accepts one.
     Raises TrainingError if no data are found, if there is less than one sample, or if tokens do not fit the vocabulary.
     """
-    if config.build is not None:
-        from meshcomm.train.data.build import built
-
-        return built(config, seed, vocab_size)
-    read: Callable[[tuple[str, ...], str], Corpus]
+    read: Callable[[list[Path], str], Corpus]
     if config.chat:
         from meshcomm.train.data.chat import chats
 
-        read = lambda patterns, key: chats(config, model, vocab_size, matches(patterns, key), key)  # noqa: E731
-        source, key = config.chat, "data.chat"
+        read = partial(chats, config, model, vocab_size)
     elif config.tokens:
-        read, source, key = partial(_token_files, config, vocab_size), config.tokens, "data.tokens"
-    else:
+        read = partial(_token_files, config, vocab_size)
+    elif config.texts_from:
         tokens = Tokens(config, cache, model, vocab_size)
-        if (
-            tokens.tokenizer is None
-            and config.tokenizer is None
-            and model is not None
-            and model.reads_weights
-        ):
-            raise ConfigError(
-                "data.tokenizer: the weights were trained with a tokenizer that is not in their folder",
-                given=f"no tokenizer.json in {model.pretrained}",
-                expected='a tokenizer.json, or "bytes" if the weights were trained on bytes',
-                hint='data.tokenizer = "bytes" or "FOLDER"; or data.tokens, with the same texts already tokenized; '
-                "or Trainer.run(data), with batches of your own",
-            )
-        read, source, key = partial(_texts, config, tokens), config.files, "data.files"
-    corpus = read(source, key)
+        read = partial(_text_files, config, tokens)
+    if config.build is not None:
+        from meshcomm.train.data.build import built, by_index, called, streamed
+
+        data = called(config, seed)
+        if not config.texts_from:
+            return built(config, data, vocab_size)
+        if not by_index(data):
+            return streamed(config, data, _concatenated, partial(_packed, config, tokens))
+        documents = partial(_rows, config, tokens, data)
+        return _texts(config, tokens, documents, "data.build").cut(config.validation)
+    corpus = _mixed(config, read)
     if not config.validation_files:
-        return corpus.cut(config.validation)
-    return replace(corpus, validation=read(config.validation_files, "data.validation_files"))
+        corpus = corpus.cut(config.validation)
+    else:
+        key = "data.validation_files"
+        corpus = replace(corpus, validation=read(matches(config.validation_files, key), key))
+    _check_settings(config, [*corpus.files, *(corpus.validation.files if corpus.validation else ())])
+    return corpus
+
+
+def _mixed(config: DataConfig, read: Callable[[list[Path], str], Corpus]) -> Corpus:
+    """Return the data of all entries of the source; with weights, the data of each entry have its weight."""
+    key, entries = f"data.{config.source}", getattr(config, config.source)
+    groups = [(entry,) for entry in entries] if config.weights else [entries]
+    some = [read(matches(group, key) if group else _library(), key) for group in groups]
+    if len(some) == 1:
+        return some[0]
+    weights = [
+        weight * len(part) / corpus.samples
+        for weight, corpus in zip(config.weights, some, strict=True)
+        for part in corpus.parts
+    ]
+    return replace(
+        some[0],
+        parts=tuple(part for corpus in some for part in corpus.parts),
+        digest=hashlib.sha256(b"".join(corpus.digest for corpus in some)).digest(),
+        size=sum(corpus.size for corpus in some),
+        files=tuple(path for corpus in some for path in corpus.files),
+        weights=tuple(weights),
+    )
 
 
 def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """Return the files that paths and globs match, sorted and without duplicates. Raises TrainingError if nothing matches."""
-    paths: set[str] = set()
+    """Return the files that paths and globs match, sorted and without duplicates. A folder that a Hugging Face dataset was
+    saved to stands for its files. Raises TrainingError if nothing matches.
+    """
+    paths: set[Path] = set()
     for pattern in patterns:
-        some = [path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()]
+        some = [file for path in glob.glob(pattern, recursive=True) for file in _files(Path(path))]
         if not some:
+            splits = [str(state.parent) for state in sorted(Path(pattern).glob("*/state.json"))]
             raise TrainingError(
                 f"no training data matches {pattern!r}",
-                given=f"{key} has {pattern!r}",
-                expected="a file, or a glob that matches at least one",
-                hint="use paths relative to the config file",
+                given=f"{key} has {pattern!r}" + ", a folder of several splits" * bool(splits),
+                expected="a file, a folder written by Dataset.save_to_disk, or a glob that matches at least one",
+                hint=f"{key} = {whole_toml(splits[:1])}"
+                if splits
+                else "use paths relative to the config file",
             )
         paths.update(some)
-    return sorted(Path(path) for path in paths)
+    return sorted(paths)
 
 
-def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: str) -> Corpus:
-    files = _files(patterns, key)
-    documents = list(texts_of(files, config.max_bytes))
-    if tokens.tokenizer is None:
-        return _bytes(config, tokens.vocab_size, documents, files, key)
-    ids = tokens.of(documents)
-    part = Stream(ids, config.seq_len, key, eos=_eos_id(config, tokens.eos, tokens.vocab_size))
-    checked([part], f"{len(ids)} tokens of {key}", config.seq_len)
-    return Corpus((part,), part.digest(), len(ids), "tokens", tuple(files))
+def _files(path: Path) -> list[Path]:
+    """Return a file, or the files of a folder that `datasets` wrote; none for another folder."""
+    if path.is_file():
+        return [path]
+    try:
+        facts = json.loads((path / "state.json").read_text())
+        return [path / file["filename"] for file in facts["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
 
 
-def _bytes(
-    config: DataConfig, vocab_size: int | None, documents: list[Document], files: list[Path], key: str
+def _check_settings(config: DataConfig, files: Sequence[Path]) -> None:
+    """Raise ConfigError for settings that are for other kinds of files than these."""
+    plain = [path for path in files if not _has_index(path)]
+    for setting, some, expected in (
+        ("column", filter(has_rows, files), "a file with rows, such as .jsonl or .parquet"),
+        ("token_type", [path for path in plain if path.suffix != ".npy"], "a .bin file without an index"),
+        ("eos_id", plain, "a file without an index of documents"),
+    ):
+        if config.given(setting) and not any(some):
+            raise ConfigError(
+                f"data.{setting}: no effect on these files",
+                given=f"{config.written(setting)}; {', '.join(map(str, files[:4]))}",
+                expected=expected,
+                hint=f"remove data.{setting}",
+            )
+
+
+def _text_files(config: DataConfig, tokens: Tokens, files: list[Path], key: str) -> Corpus:
+    documents = partial(texts_of, files, config.max_bytes, config.column, tokens.end)
+    return _texts(config, tokens, documents, key, files)
+
+
+def _texts(
+    config: DataConfig,
+    tokens: Tokens,
+    documents: Callable[[], Iterator[Document]],
+    key: str,
+    files: Sequence[Path] = (),
 ) -> Corpus:
-    """Return the text with one token per byte."""
-    if vocab_size is not None:
-        for document in documents:
-            if (highest := max(document.text, default=0)) >= vocab_size:
-                where = f"position {document.text.index(highest)} of {document.name}"
-                raise outside(highest, vocab_size, where, _NO_TOKENIZER)
-    text = b"".join(document.text for document in documents)
-    if len(text) <= config.seq_len:
-        raise TrainingError(
-            f"{len(text)} bytes of {key} are less than one sample",
-            given=f"{len(documents)} files, seq_len = {config.seq_len}"
-            + ("" if config.max_bytes is None else f", max_bytes = {config.max_bytes}"),
-            expected=f"{config.seq_len + 1} bytes or more: a sample, and the byte after it",
-            hint="more files, or a shorter sequence",
-        )
-    eos = _eos_id(config, None, min(vocab_size or 256, 256))
-    part = Stream(np.frombuffer(text, dtype=np.uint8), config.seq_len, "data.files", eos=eos)
-    return Corpus((part,), hashlib.sha256(text).digest(), len(text), files=tuple(files[: len(documents)]))
+    """Return the tokens of all documents. documents: reads them from the start. files: those that have them."""
+    read: set[Path] = set()
+
+    def noted() -> Iterator[Document]:
+        for document in documents():
+            read.add(document.path)
+            yield document
+
+    ids, unit = tokens.of(noted), "bytes of text" if tokens.tokenizer is None else "tokens"
+    part = Stream(ids, config.seq_len, key, eos=tokens.eos_id)
+    most = "" if config.max_bytes is None else f", max_bytes = {config.max_bytes}"
+    checked([part], f"{len(ids)} {unit} of {key}{most}", config.seq_len)
+    digest = hashlib.sha256(ids.data).digest() if tokens.tokenizer is None else part.digest()
+    return Corpus((part,), digest, len(ids), unit, tuple(path for path in files if path in read))
+
+
+def _rows(config: DataConfig, tokens: Tokens, data: Any) -> Iterator[Document]:
+    """Yield the texts of the rows that a function returned."""
+    rows = data if isinstance(data, Iterable) else map(data.__getitem__, range(len(data)))
+    return _row_texts(enumerate(rows, 1), Path(str(config.build)), config.column, tokens.end)
+
+
+def _packed(config: DataConfig, tokens: Tokens, rows: Iterator[Any]) -> Iterator[Samples]:
+    """Yield the samples of one epoch of a stream of texts. The last tokens are dropped if they are less than a sample."""
+    held: NDArray[Any] = np.empty(0, np.uint32)
+    for _, ids in tokens.each(_rows(config, tokens, rows)):
+        held = np.concatenate([held, ids])
+        if len(held) > config.seq_len:
+            part = Stream(held, config.seq_len, eos=tokens.eos_id)
+            yield from (part.read(np.array([number])) for number in range(len(part)))
+            held = held[len(part) * config.seq_len :]
+
+
+def _concatenated(samples: Sequence[tuple[int, Samples]]) -> Samples:
+    return tuple(np.concatenate(arrays) for arrays in zip(*(sample for _, sample in samples), strict=True))
 
 
 def _eos_id(config: DataConfig, of_tokenizer: int | None, vocab_size: int | None) -> int | None:
@@ -154,10 +224,8 @@ def _eos_id(config: DataConfig, of_tokenizer: int | None, vocab_size: int | None
     return eos_id
 
 
-def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """Return the matching files. Without patterns, return the sources of Python's standard library."""
-    if patterns:
-        return matches(patterns, key)
+def _library() -> list[Path]:
+    """Return the sources of Python's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"))
     if not files:
@@ -169,36 +237,32 @@ def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
     return files
 
 
-def _token_files(config: DataConfig, vocab_size: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
-    """Return the token files that match data.tokens or the validation patterns. In data.tokens, the files that match a
-    pattern share its weight.
-    """
-    weighted = key == "data.tokens"
-    weights: list[float] = []
-    parts: list[Stream] = []
-    files: list[Path] = []
-    for index, group in enumerate([(pattern,) for pattern in patterns] if weighted else [patterns]):
-        paths = matches(group, key)
-        some = [_token_file(path, config, vocab_size) for path in paths]
-        if weighted and config.weights:
-            total = max(1, sum(len(tokens) for tokens in some))
-            weights += [config.weights[index] * len(tokens) / total for tokens in some if len(tokens)]
-        parts += [tokens for tokens in some if len(tokens)]
-        files += paths
-    checked(parts, ", ".join(map(str, files[:4])) if weighted else key, config.seq_len)
+def _token_files(config: DataConfig, vocab_size: int | None, files: list[Path], key: str) -> Corpus:
+    """Return token files, each of which is a part."""
+    parts = [part for path in files if len(part := _token_file(path, config, vocab_size))]
+    checked(parts, ", ".join(map(str, files[:4])), config.seq_len)
     digest = hashlib.sha256(b"".join(part.digest() for part in parts)).digest()
     size = sum(len(part.tokens) for part in parts)
-    return Corpus(tuple(parts), digest, size, "tokens", tuple(files), tuple(weights))
+    return Corpus(tuple(parts), digest, size, "tokens", tuple(files))
+
+
+def _has_index(path: Path) -> bool:
+    """Return whether a .bin file has an index beside it, as Megatron-LM writes it."""
+    return path.suffix == ".bin" and path.with_suffix(".idx").is_file()
 
 
 def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Stream:
     """Return a memory-mapped token file, which is read lazily."""
     wanted = (
-        "a one-dimensional .npy file of an integer type, or raw little-endian tokens of type data.token_type"
+        "a one-dimensional .npy file of an integer type, a .bin file with the .idx file of Megatron-LM beside it, or raw "
+        "little-endian tokens of type data.token_type"
     )
+    ends = None
     try:
         if path.suffix == ".npy":
             tokens: NDArray[Any] = np.load(path, mmap_mode="r")
+        elif _has_index(path):
+            tokens, ends = indexed(path, path.with_suffix(".idx"))
         else:
             kind = np.dtype(config.token_type).newbyteorder("<")
             if path.stat().st_size % kind.itemsize or not path.stat().st_size:
@@ -219,8 +283,9 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
             "a token file cannot be read", given=f"{path}: {error}", expected=wanted
         ) from error
     most = int(np.iinfo(tokens.dtype).max) + 1
-    eos = _eos_id(config, None, min(vocab_size or most, most))
-    stream = Stream(tokens, config.seq_len, str(path), vocab_size, eos=eos)
+    eos = _eos_id(config, None, min(vocab_size or most, most)) if ends is None else None
+    ends = ends if config.document_mask else None
+    stream = Stream(tokens, config.seq_len, str(path), vocab_size, eos=eos, ends=ends)
     if len(stream):
         # Check both ends, so that a wrong type or vocabulary is found before the first step.
         stream.read(np.unique(np.linspace(0, len(stream) - 1, 256).astype(np.int64)))
@@ -262,43 +327,85 @@ def _other_width(tokens: NDArray[Any]) -> bool:
 
 
 class Document(NamedTuple):
-    """A text. cut: whether the text was truncated."""
+    """A text, its file and, if the file has rows, the number of its row. cut: whether the text was truncated."""
 
-    name: str
+    path: Path
     text: bytes
+    row: int = 0
     cut: bool = False
 
+    @property
+    def name(self) -> str:
+        """The place of the text, for errors."""
+        return f"{self.path}:{self.row}" if self.row else str(self.path)
 
-def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
-    """Yield each file as a document, up to `most` bytes in total. Raises TrainingError if a file cannot be read."""
+
+def texts_of(files: Iterable[Path], most: int | None, column: str, end: bytes) -> Iterator[Document]:
+    """Yield each file without rows, and each row of the others, as a document, up to `most` bytes in total.
+
+    column: has the texts of rows. end: is appended to them. Raises TrainingError if a file or a row has no text.
+    """
     bytes_left = sys.maxsize if most is None else most
     for path in files:
-        if bytes_left <= 0:
-            return
+        if has_rows(path):
+            documents = _row_texts(rows_of(path, (column,)), path, column, end)
+        else:
+            documents = iter([Document(path, _text_in(path, -1 if most is None else bytes_left + 1))])
+        for document in documents:
+            text = document.text
+            yield document._replace(text=text[:bytes_left], cut=len(text) > bytes_left)
+            bytes_left -= len(text)
+            if bytes_left <= 0:
+                return
+
+
+def _row_texts(rows: Iterable[tuple[int, Any]], path: Path, column: str, end: bytes) -> Iterator[Document]:
+    """Yield the text in a column of each row. path: a file, or the name of a function. Raises TrainingError."""
+    for number, row in rows:
         try:
-            with path.open("rb") as file:
-                text = file.read(-1 if most is None else bytes_left)
-                cut = bool(len(text) == bytes_left and file.read(1))
-        except OSError as error:
-            raise TrainingError(
-                f"the training data cannot be read: {error.strerror}", given=f"data.files: {path}"
-            ) from error
-        bytes_left -= len(text)
-        form = "JSON lines" if path.suffix in (".jsonl", ".ndjson") else _foreign(text[:8])
-        if form or b"\0" in text[:8000]:
-            raise TrainingError(
-                "a file of the training data is not text",
-                given=f"data.files: {path} is {form or 'binary: it has bytes of 0'}",
-                expected="plain text, all of which is trained on",
-                hint="data.tokens for token files, data.chat for conversations, or a function in data.build that reads "
-                "the texts in other formats",
+            yield Document(path, row[column].encode() + end, number)
+        except (LookupError, AttributeError, TypeError, UnicodeEncodeError) as error:
+            columns = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
+            given = (
+                f"{row[column]!r:.40}"
+                if isinstance(row, Mapping) and column in row
+                else f"only {columns or 'nothing'}"
             )
-        yield Document(str(path), text, cut)
+            raise TrainingError(
+                f"a row has no text in the column {column!r}",
+                given=f"{path}:{number}: {given}",
+                expected="a string of Unicode characters in each row",
+                hint="data.column names the column; data.chat reads conversations, and pairs of prompt and completion",
+            ) from error
+
+
+def _text_in(path: Path, most: int) -> bytes:
+    """Return the first bytes of a text file; all of them if `most` is -1."""
+    try:
+        with opened(path) as file:
+            text = file.read(most)
+    except BROKEN as error:
+        raise TrainingError(
+            "the training data cannot be read",
+            given=f"data.files: {path}: {error}",
+            expected="a file of text, compressed if its suffix is .gz, .bz2, .xz or .zst",
+        ) from error
+    form = _foreign(text[:8])
+    if form or b"\0" in text[:8000]:
+        raise TrainingError(
+            "a file of the training data is not text",
+            given=f"data.files: {path} is {form or 'binary: it has bytes of 0'}",
+            expected="plain text, all of which is trained on, or a format that its suffix names, such as .txt.gz, .jsonl or .parquet",
+            hint="data.tokens for token files, data.chat for conversations, or a function in data.build that reads "
+            "the texts in other formats",
+        )
+    return text
 
 
 @final
 class Tokens:
-    """Tokenizes text. `tokenizer` is None if each byte is a token. Raises TrainingError.
+    """Tokenizes text. `tokenizer` is None if each byte is a token. `eos_id`: the token that ends a document, if attention may
+    not cross documents. Raises TrainingError; ConfigError if the model's weights were trained with a tokenizer that is missing.
 
     model: the model configuration, whose folder has the default tokenizer.
     vocab_size: an upper bound for the tokens; None if it is unknown.
@@ -317,27 +424,67 @@ class Tokens:
         self.eos: int | None = None
         self._facts = b""
         self._path = config.tokenizer_of(None if model is None else model.pretrained)
+        if config.tokenizer is None and self._path is None and model is not None and model.reads_weights:
+            raise ConfigError(
+                "data.tokenizer: the weights were trained with a tokenizer that is not in their folder",
+                given=f"no tokenizer.json in {model.pretrained}",
+                expected='a tokenizer.json, or "bytes" if the weights were trained on bytes',
+                hint='data.tokenizer = "bytes" or "FOLDER"; or data.tokens, with the same texts already tokenized; '
+                "or Trainer.run(data), with batches of your own",
+            )
         if self._path is not None:
             self._open(self._path)
+        most = vocab_size if self.tokenizer else min(vocab_size or 256, 256)
+        self.eos_id = _eos_id(config, self.eos, most)
+        # The end of a row whose bytes are tokens.
+        self.end = b"" if self.tokenizer else b"\n" if self.eos_id is None else bytes([self.eos_id])
 
-    def of(self, documents: list[Document]) -> NDArray[Any]:
-        """Return the concatenated tokens of all documents, with the `eos` token after each document."""
-        tokens = self._made(documents) if self._cache is None else self._kept(documents, self._cache)
+    def of(self, documents: Callable[[], Iterator[Document]]) -> NDArray[Any]:
+        """Return the concatenated tokens of all documents, with the `eos` token after each document.
+
+        documents: reads them from the start. They are read several times, instead of being held in memory.
+        """
+        if self._cache is None or self.tokenizer is None:
+            return self._made(documents())
+        tokens = self._kept(documents, self._cache)
         if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
-            raise self._outside(documents, self.vocab_size)
+            # Finds the document.
+            self._made(documents())
         return tokens
 
-    def _kept(self, held: list[Document], cache: Path) -> NDArray[Any]:
+    def each(self, documents: Iterator[Document]) -> Iterator[tuple[Document, NDArray[Any]]]:
+        """Yield each document with its tokens. Raises TrainingError for a token outside the vocabulary."""
+        end = [] if self.eos is None else [self.eos]
+        while some := list(islice(documents, _AT_ONCE)):
+            if self.tokenizer is None:
+                tokens = [np.frombuffer(document.text, np.uint8) for document in some]
+            else:
+                # A template's special tokens would be added to every document, including a second end token.
+                texts = [_text(document) for document in some]
+                encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+                tokens = [np.array([*encoding.ids, *end], np.uint32) for encoding in encoded]
+            for document, ids in zip(some, tokens, strict=True):
+                if self.vocab_size is not None and ids.max(initial=0) >= self.vocab_size:
+                    place, hint = int((ids >= self.vocab_size).argmax()), _NO_TOKENIZER
+                    if self.tokenizer is not None:
+                        hint = f"use this model's tokenizer; {self._path} has {self.tokenizer.get_vocab_size()} tokens"
+                    raise outside(
+                        int(ids[place]), self.vocab_size, f"position {place} of {document.name}", hint
+                    )
+                yield document, ids
+
+    def _kept(self, documents: Callable[[], Iterator[Document]], cache: Path) -> NDArray[Any]:
         sums = hashlib.sha256(self._facts + f"{self.eos}".encode())
-        for document in held:
+        for document in documents():
             sums.update(hashlib.sha256(document.text).digest())
         path = cache / f"tokens-{sums.hexdigest()[:16]}.npy"
         try:
             if not path.exists():
+                tokens = self._made(documents())
                 cache.mkdir(parents=True, exist_ok=True)
                 draft = path.with_name(f".{path.name}.{os.getpid()}")
                 with draft.open("wb") as file:
-                    np.save(file, self._made(held))
+                    np.save(file, tokens)
                 os.replace(draft, path)
             return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
         except (OSError, ValueError) as error:
@@ -347,30 +494,11 @@ class Tokens:
                 expected="a folder train.out with enough space",
             ) from error
 
-    def _outside(self, documents: list[Document], vocab_size: int) -> TrainingError:
-        """Return the error for the first token outside the vocabulary."""
-        document, ids = next(
-            encoded for encoded in self._tokenised(documents) if encoded[1].max(initial=0) >= vocab_size
-        )
-        place = int((ids >= vocab_size).argmax())
-        size = self.tokenizer.get_vocab_size()
-        hint = f"use this model's tokenizer; {self._path} has {size} tokens"
-        return outside(int(ids[place]), vocab_size, f"position {place} of {document.name}", hint)
-
-    def _made(self, documents: list[Document]) -> NDArray[Any]:
-        pieces = [ids for _, ids in self._tokenised(documents)]
-        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
-        return tokens.astype(np.uint16) if not len(tokens) or tokens.max() < 65_536 else tokens
-
-    def _tokenised(self, documents: list[Document]) -> Iterator[tuple[Document, NDArray[np.uint32]]]:
-        end = [] if self.eos is None else [self.eos]
-        for first in range(0, len(documents), _AT_ONCE):
-            some = documents[first : first + _AT_ONCE]
-            texts = [_text(document) for document in some]
-            # A template's special tokens would be added to every document, including a second end token.
-            encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for read_document, encoding in zip(some, encoded, strict=True):
-                yield read_document, np.array([*encoding.ids, *end], dtype=np.uint32)
+    def _made(self, documents: Iterator[Document]) -> NDArray[Any]:
+        pieces = [ids for _, ids in self.each(documents)]
+        tokens: NDArray[Any] = np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
+        narrow = self.tokenizer is None or (len(tokens) and tokens.max() >= 65_536)
+        return tokens if narrow else tokens.astype(np.uint16)
 
     def _open(self, path: Path) -> None:
         given = (

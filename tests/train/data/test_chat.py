@@ -87,7 +87,7 @@ def test_what_is_too_long_is_cut_and_what_has_no_answer_left_is_left_out(tmp_pat
     ("line", "said"),
     [
         ("{", r"chat\.jsonl:2: JSONDecodeError"),
-        ('{"text": "x"}', r"chat\.jsonl:2: KeyError: 'messages'"),
+        ('{"text": "x"}', r"chat\.jsonl:2: \{'text': 'x'\}"),
         ('{"messages": [{"role": "assistant"}]}', r"chat\.jsonl:2: "),
     ],
 )

@@ -299,3 +299,27 @@ def test_ranks_train_on_text_that_was_tokenised_once(pool: Pool, tmp_path: Path)
     assert all("the data has token 4, but the model's vocabulary is 0 to 3" in text for text in texts)
     assert all(f"4 at position 120 of {tmp_path}/a.txt" in text for text in texts)
     assert all(f"{words} has 5 tokens" in text for text in texts)
+
+
+# -- streams and rows -----------------------------------------------------------------------------
+
+
+# The order of a stream on any number of ranks: test_build.py. The count in a checkpoint: above.
+@pytest.mark.parity
+def test_a_stream_resumes_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
+    texts = "\n".join(json.dumps({"text": f"row {number}, " * 9}) for number in range(20))
+    (tmp_path / "a.jsonl").write_text(texts)
+    args = f'{{path="json", data_files="{tmp_path}/a.jsonl", split="train", streaming=true, cache_dir="{tmp_path}/cache"}}'
+    base = BASE | {"data": {"seq_len": 16, "build": "datasets:load_dataset", "tokenizer": "bytes"}}
+    more = [f"data.args={args}", 'train.schedule="constant"', "train.checkpoint_every=2"]
+    # An epoch of 128 samples ends within the third step of 48.
+    more += ["train.global_batch_size=48", "train.micro_batch_size=12"]
+
+    def config(dims: str, out: str, *changes: str) -> Config:
+        return config_on(base, dims, *more, f'train.out="{tmp_path}/{out}"', *changes)
+
+    (whole,) = pool.run(trained, config("one=1", "a", "train.steps=4"), ranks=1)
+    pool.run(trained, config("dp=2", "b", "train.steps=2"), ranks=2)
+    found = pool.run(trained, config("fsdp=2 tp=2", "b", "train.steps=4", "train.resume=true"), ranks=4)
+    assert samples(tmp_path / "b", 4) == 192
+    assert all(each.losses == pytest.approx(whole.losses, rel=1e-10) for each in found)

@@ -1,0 +1,110 @@
+"""Read files that are compressed, or that consist of rows: JSON lines, Parquet and Arrow."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from meshcomm.errors import TrainingError
+
+_OPENS: Final[dict[str, Callable[..., Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_JSON: Final = (".jsonl", ".ndjson", ".json")
+_COLUMNS: Final = (".parquet", ".arrow")
+# The number of rows of a Parquet file that are decoded together.
+_AT_ONCE: Final = 1024
+# The errors of broken files and of rows that are not what their format says.
+BROKEN: Final = (OSError, EOFError, ValueError, TypeError, NotImplementedError, lzma.LZMAError, zlib.error)
+
+
+def has_rows(path: Path) -> bool:
+    """Return whether a file has rows, by its suffix, which may precede that of a compression."""
+    return _kind(path) in (*_JSON, *_COLUMNS)
+
+
+def rows_of(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each row, from 1, and its values in the `columns` that it has. In JSON lines, the number is that of
+    the line, and blank lines are skipped.
+
+    Raises TrainingError, which names the file and the row, if the file has another format or is incomplete.
+    """
+    number, kind = 0, _kind(path)
+    try:
+        with opened(path) as file:
+            rows: Iterable[Any] = _columns(path, file, kind, columns) if kind in _COLUMNS else file
+            if kind in _JSON and file.peek(1)[:1] == b"[":
+                rows = json.load(file)
+            for number, row in enumerate(rows, 1):
+                if isinstance(row, bytes):
+                    if not row.strip():
+                        continue
+                    row = json.loads(row)
+                if not isinstance(row, dict):
+                    raise ValueError(f"a {type(row).__name__}, not an object with columns")
+                yield number, row
+    except BROKEN as error:
+        raise TrainingError(
+            "a row of the data cannot be read",
+            given=f"{path}:{number}: {type(error).__name__}: {error}",
+            expected=f"a complete file that has the format of its suffix, {kind}, "
+            f"with a column {' or '.join(map(repr, columns))}",
+            hint="the suffixes .jsonl, .ndjson, .json (JSON lines, or one list), .parquet and .arrow; .gz, .bz2, .xz and .zst after "
+            "them; data.column names the column of texts",
+        ) from error
+
+
+def opened(path: Path) -> io.BufferedReader:
+    """Open a file for reading bytes, decompressed if its last suffix is that of a compression."""
+    if path.suffix == ".zst":
+        arrow = _pyarrow(path)
+        return io.BufferedReader(arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd"))
+    return _OPENS.get(path.suffix, open)(path, "rb")  # type: ignore[no-any-return]
+
+
+def _kind(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix in (*_OPENS, ".zst") else path).suffix
+
+
+def _columns(
+    path: Path, file: io.BufferedReader, kind: str, columns: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file that is stored by columns. Raises ValueError if it has none of the columns."""
+    arrow = _pyarrow(path)
+    if kind == ".parquet":
+        table = arrow.parquet.ParquetFile(file, page_checksum_verification=True)
+        names = table.schema_arrow.names
+    else:
+        in_order = file.peek(6)[:6] != b"ARROW1"
+        table = arrow.ipc.open_stream(file) if in_order else arrow.ipc.open_file(file)
+        names = table.schema.names
+    some = [column for column in columns if column in names]
+    if not some:
+        raise ValueError(f"the columns are {', '.join(names)}")
+    if kind == ".parquet":
+        batches = table.iter_batches(_AT_ONCE, columns=some)
+    else:
+        batches = table if in_order else map(table.get_batch, range(table.num_record_batches))
+    for batch in batches:
+        yield from batch.select(some).to_pylist()
+
+
+def _pyarrow(path: Path) -> Any:
+    """Return the package. Raises TrainingError if it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise TrainingError(
+            "pyarrow is not installed",
+            given=f"{path}",
+            expected="the package pyarrow, which reads .parquet, .arrow and .zst",
+            hint="pip install 'meshcomm[data]'",
+        ) from error
+    return pyarrow
