@@ -35,6 +35,7 @@ from meshcomm.models.plans import (
 from meshcomm.models.spec import ModelSpec
 from meshcomm.models.tiny import tiny
 from meshcomm.models.torch_private import has_attention_interface
+from meshcomm.parallel.expert.load import bias_of
 from meshcomm.parallel.tensor.plan import Entry
 from meshcomm.predict.stages import part_costs
 
@@ -69,6 +70,14 @@ def hugging_face(model: ModelConfig, seq_len: int, train: TrainConfig) -> ModelS
             given=f"train.{name} = {getattr(train, name):g}, and output_router_logits = true in config.json",
             expected="one of the two",
             hint=f"train.{name} = 0.0; or output_router_logits = false",
+        )
+    biased = spec.experts and all(bias_of(whole.module, name) for name in spec.experts)
+    if model.bias_update_speed and not biased:
+        raise UnsupportedOp(
+            f"a {config.model_type} has no biases that even out the load of its experts",
+            given=f"model.bias_update_speed = {model.bias_update_speed:g}",
+            expected="routers with a buffer e_score_correction_bias or expert_bias, as in DeepSeek-V3",
+            hint="remove model.bias_update_speed; or output_router_logits = true in config.json, for an auxiliary loss",
         )
     dropped = (
         {f"{spec.layers}.{part}": model.dropout for part in _dropped(whole.module, spec.layers)}

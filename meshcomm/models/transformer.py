@@ -181,6 +181,7 @@ class Block(nn.Module):
                 capacity_factor=config.capacity_factor,
                 context=splits.context.dim or None,
                 balance_weight=splits.balance_weight,
+                biased=config.bias_update_speed > 0,
             )
         else:
             self.ff = FeedForward(split, config)
