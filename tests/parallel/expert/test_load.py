@@ -182,9 +182,10 @@ def test_biases_losses_and_loads_are_those_of_one_process(pool: Pool, alone: Any
 
 
 def test_a_run_reports_the_loads_of_logged_steps(pool: Pool, tmp_path: Path) -> None:
-    more = {"log_every": 2, "steps": 3, "out": str(tmp_path), "eval_every": 1}
-    config = config_of(MODEL, "pp=2 dp=2", train={**TRAIN, **more}, tokenizer=None)
-    config = load_config(config, ["data.validation=0.2", "model.vocab_size=256"])
+    config = config_of({**MODEL, "vocab_size": 256}, "pp=2 dp=2", train={**TRAIN, "steps": 3}, tokenizer=None)
+    config = load_config(
+        config, ["data.validation=0.2", "train.eval_every=1", "train.log_every=2", f'train.out="{tmp_path}"']
+    )
     pool.run(trained, config, ranks=4)
     lines = [line for line in metrics(tmp_path) if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -223,7 +224,7 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
-FAMILIES = {"Glm4MoeConfig": {"head_dim": 8}, "DeepseekV3Config": LATENT}
+FAMILIES = {"Glm4MoeConfig": {"head_dim": 8, "n_group": 1}, "DeepseekV3Config": LATENT}
 
 
 def by_transformers(folder: Path) -> tuple[list[float], dict[str, Tensor], list[float]]:
@@ -279,9 +280,7 @@ def test_biases_of_a_family_go_through_a_checkpoint_and_an_export(
 ) -> None:
     torch.manual_seed(1)
     auto: Any = transformers.AutoModelForCausalLM
-    auto.from_config(getattr(transformers, kind)(**FACTS, **FAMILIES[kind])).save_pretrained(
-        tmp_path / "from"
-    )
+    auto.from_config(getattr(transformers, kind)(**FACTS | FAMILIES[kind])).save_pretrained(tmp_path / "from")
     expected, biases, shares = by_transformers(tmp_path / "from")
     model = {"pretrained": str(tmp_path / "from"), "bias_update_speed": SPEED}
     losses, parts = [], ((0, 2, "pp2 cp2" if kind == "Glm4MoeConfig" else "ep2"), (2, 4, "dp2 tp2 ep2"))
