@@ -129,10 +129,10 @@ def spec_of(of: Whole) -> ModelSpec:
         embedding_name, head_name = names[embedding], names[head]
         # Parts after the blocks work on slices if the family publishes their plan. Otherwise sequences are gathered.
         behind: Entry = {"style": "replicate", "output": "whole"} if config.base_model_pp_plan else WHOLE
-        undivided = {embedding_name: WHOLE, head_name: behind}
-        ends = undivided
         if type(embedding).forward is nn.Embedding.forward and is_split_linear(head):
-            ends = {embedding_name: {"style": "vocab", "sequence": "whole"}, head_name: "column"}
+            ends = {embedding_name: {"style": "vocab", "sequence": "whole"}, head_name: "vocab"}
+        else:
+            ends = undivided = {embedding_name: WHOLE, head_name: behind}
         if head.weight is embedding.weight:
             tied = (f"{embedding_name}.weight", f"{head_name}.weight")
     split |= ends
@@ -244,7 +244,7 @@ def _whole_behind(of: Whole, layers: str, split: Mapping[str, Entry]) -> dict[st
     entries: dict[str, Entry] = {}
     for name in _around(of, layers)[1]:
         entry = split.get(name, "")
-        entries[name] = {"style": "column", "sequence": "whole"} if entry == "column" else WHOLE
+        entries[name] = {"style": entry, "sequence": "whole"} if entry in ("column", "vocab") else WHOLE
     return entries
 
 
