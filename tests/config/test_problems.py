@@ -155,7 +155,7 @@ TABLE = [
     Bad("num_heads, num_kv_heads and tp", TRAIN, ["mesh.dims.tp=4", "model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=132"],
         ["mesh.dims.tp=2", "model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=132"],
         {"model.num_heads": "6 % 4 = 2", "model.num_kv_heads": "6 % 4 = 2"},
-        ["mesh.dims.tp = 2", "mesh.dims.tp = 1", "mesh.dims.tp = 2", "mesh.dims.tp = 1"]),
+        ["mesh.dims.tp = 3", "mesh.dims.tp = 6", "mesh.dims.tp = 3", "mesh.dims.tp = 6"]),
     Bad("hidden_size and num_heads", TRAIN, ["model.hidden_size=100"], ["model.hidden_size=112"], {"model.hidden_size": "100 % 8 = 4"},
         ["model.hidden_size = 96", "model.hidden_size = 112"]),
     Bad("arithmetic of three settings", TRAIN,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
@@ -20,6 +20,7 @@ import meshcomm
 from meshcomm.config import Config, ModelConfig
 from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
+from meshcomm.models import ModelSpec
 from meshcomm.models.transformer import Transformer, initialise
 from meshcomm.parallel import Stage, TensorSplit
 from meshcomm.parallel.context import ContextSplit
@@ -33,6 +34,7 @@ from tests.train.test_steps import ONE_STEP, NoMesh
 VOCAB, TOKENS, SAMPLES, STEPS, LR = 61, 32, 4, 2, 0.2
 TRAIN = {**train_of(STEPS, SAMPLES, 1, lr=LR), "clip_norm": None, "schedule": "constant", "check": False}
 SHARED: dict[str, Any] = {"tokenizer": None, "train": TRAIN}
+SMOOTHING, Z_LOSS = 0.1, 0.01
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -74,6 +76,12 @@ def built_in(tied: bool) -> dict[str, Any]:
     return model_of(2, 16, 8, 2, 24, vocab_size=VOCAB, tied_embeddings=tied)
 
 
+def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
+    logits = logits.flatten(0, 1)
+    plain = F.cross_entropy(logits, targets.flatten(), label_smoothing=SMOOTHING)
+    return plain + Z_LOSS * logits.logsumexp(-1).square().mean()
+
+
 def alone(model: dict[str, Any]) -> list[float]:
     """The same steps of the built-in model in plain torch."""
     config, mesh = ModelConfig(**model), cast(Mesh, NoMesh())
@@ -84,7 +92,7 @@ def alone(model: dict[str, Any]) -> list[float]:
     found = []
     for inputs, targets in batches():
         named = {**weights, "head.weight": weights.get("head.weight", weights["embed.weight"])}
-        loss = F.cross_entropy(plain_logits(named, config, inputs).flatten(0, 1), targets.flatten())
+        loss = smoothed(plain_logits(named, config, inputs), targets)
         grads = torch.autograd.grad(loss, [*weights.values()])
         with torch.no_grad():
             for weight, grad in zip(weights.values(), grads, strict=True):
@@ -106,10 +114,37 @@ def test_the_built_in_model_is_the_same_and_resumes_on_other_sizes(
     tmp_path: Path, dims: str, then: str, more: dict[str, Any], tied: bool
 ) -> None:
     model, folder = built_in(tied), tmp_path / "saved"
-    more |= {**SHARED, "sequence_parallel": "tp" in dims and bool(more)}
-    first = simulated(config_of(model, dims, **more), 0, 1, folder, None)
-    found = first + simulated(config_of(model, then, **SHARED), 1, 2, folder, None)
+    shared = {"tokenizer": None, "train": {**TRAIN, "label_smoothing": SMOOTHING, "z_loss": Z_LOSS}}
+    found = simulated(config_of(model, dims, **shared, **more), 0, 1, folder, None)
+    found += simulated(config_of(model, then, **shared), 1, 2, folder, None)
     assert found == pytest.approx(alone(model), rel=1e-10)
+
+
+def tables() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)).double()
+
+
+def with_an_own_loss(config: Config, mesh: Mesh) -> list[float]:
+    spec = ModelSpec(
+        module=tables, hidden_size=8, vocab_size=VOCAB, split={"0": "vocab", "1": "vocab"}, loss=smoothed
+    )
+    return steps_of(Trainer(mesh, config, spec, optimizer=partial(torch.optim.SGD, lr=LR)), 0, STEPS)
+
+
+def test_a_loss_of_ones_own_is_given_whole_logits() -> None:
+    model = tables()
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=LR), []
+    for inputs, targets in batches():
+        optimizer.zero_grad()
+        loss = smoothed(model(inputs), targets)
+        loss.backward()
+        norm = torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None]).norm()
+        optimizer.step()
+        expected += [loss.item(), norm.item()]
+    config = config_of(built_in(False), "tp=4", **SHARED).model_copy(update={"model": None})
+    for found in meshcomm.simulate(partial(with_an_own_loss, config), config):
+        assert found == pytest.approx(expected, rel=1e-10)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

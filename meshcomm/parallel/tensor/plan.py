@@ -295,8 +295,8 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
             if not is_conv1d(part) and rule.output == "split"
             else "heads that ranks share need an nn.Linear"
         )
-    if style == "vocab" and (last := size - (n - 1) * -(-size // n)) <= 0:
-        return f"its {size} rows leave {-last} too few for the last of {n} ranks along {split.dim}"
+    if style == "vocab" and (n - 1) * -(-size // n) >= size:
+        return f"its {size} rows leave none for the last of {n} ranks along {split.dim}"
     if style != "vocab":
         what = "outputs" if style == "column" else "inputs"
         sizes = rule.sizes(size)
