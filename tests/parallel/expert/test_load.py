@@ -151,7 +151,7 @@ def on_a_mesh(config: Config) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
 def _mesh(name: str, model: dict[str, Any], **train: Any) -> Config:
     dims, more = MESHES[name]
     options = {key: value for key, value in more.items() if key != "recompute"}
-    train = {**TRAIN, "activation_checkpointing": "recompute" in more, **train}
+    train = {**TRAIN, "activation_checkpointing": 4 * ("recompute" in more), **train}
     return config_of(model, dims, train=train, tokenizer=None, **options)
 
 
@@ -275,6 +275,7 @@ def a_part_of_the_steps(config: Config, begin: int, end: int, folder: Path, expo
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.deep_cases(r"\[Glm")
 def test_biases_of_a_family_go_through_a_checkpoint_and_an_export(
     pool: Pool, tmp_path: Path, kind: str
 ) -> None:
