@@ -219,6 +219,7 @@ experts_per_token = 2
 experts_every = 2
 capacity_factor = 1.25
 balance_loss = 0.01
+bias_update_speed = 0.001
 """,
         """\
 [model]

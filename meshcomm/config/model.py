@@ -142,9 +142,16 @@ class ModelConfig(Section):
             (None,),
             why=": the model family's own code routes tokens",
         ),
-        NoEffect("rope_theta norm_eps dropout", "build", (None,), why=": the model's own code sets it"),
         NoEffect(
-            "experts_per_token experts_every capacity_factor balance_loss", "experts", way="experts = 8"
+            "rope_theta norm_eps dropout bias_update_speed",
+            "build",
+            (None,),
+            why=": the model's own code sets it",
+        ),
+        NoEffect(
+            "experts_per_token experts_every capacity_factor balance_loss bias_update_speed",
+            "experts",
+            way="experts = 8",
         ),
         partial(one_of, fields="pretrained build", what="models"),
         *(_facts, _folder, _dropout, _shared_kv_heads, _head_size, _experts),
@@ -199,6 +206,10 @@ class ModelConfig(Section):
     """
     balance_loss: float = Field(default=0.01, ge=0)
     """With experts: weight of the load-balancing loss."""
+    bias_update_speed: float = Field(default=0.0, ge=0)
+    """With experts: how much each step changes an expert's bias, which is added to its score when experts are chosen, towards
+    an even load. Families of transformers need such a bias (DeepSeek-V3, GLM-4.5). Default 0: biases do not change.
+    """
 
     @model_validator(mode="before")
     @classmethod

@@ -465,14 +465,19 @@ def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
         given = resolved.written("model.pretrained tensor")
         yield Problem("parallel.tensor", what, "a family with a plan, or one rank along the dim", ways, given)
         return
-    for name in ("num_heads", "num_kv_heads", "intermediate_size", *["vocab_size"] * model.is_built_in):
+    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         number = getattr(model, name)
-        if number is not None and number % size:
+        # Ranks may share key and value heads.
+        if number is not None and number % size and (name != "num_kv_heads" or size % number):
             dim, given = resolved.dim("tensor"), resolved.written(f"model.{name} tensor")
             what = f"{name} is not divisible by {dim}: {remainder(number, size)}"
             fitting = multiples(number, size, 1) if name == "intermediate_size" else []
             ways = [Fit("tensor", 2), *(f"model.{name} = {n}" for n in fitting)]
-            yield Problem(f"model.{name}", what, f"a multiple of mesh.dims.{dim}", ways, given)
+            divisor = " or a divisor" if name == "num_kv_heads" else ""
+            yield Problem(f"model.{name}", what, f"a multiple{divisor} of mesh.dims.{dim}", ways, given)
+    if model.is_built_in and (size - 1) * -(-model.vocab_size // size) >= model.vocab_size:
+        what, given = "too small to be split along tensor", resolved.written("model.vocab_size tensor")
+        yield Problem("model.vocab_size", what, "rows for every rank", [Fit("tensor", 2)], given)
 
 
 def _stages(resolved: Resolved) -> Iterator[Problem]:
@@ -491,9 +496,10 @@ def _stages(resolved: Resolved) -> Iterator[Problem]:
 def _ulysses(resolved: Resolved) -> Iterator[Problem]:
     tensor, context, dim = resolved.size("tensor"), resolved.size("context"), resolved.dim("context")
     heads = [_present(resolved.model.num_heads), _present(resolved.model.num_kv_heads)]
-    if resolved.parallel.options.attention != "ulysses" or context == 1 or any(n % tensor for n in heads):
+    misfit = heads[0] % tensor or (heads[1] % tensor and tensor % heads[1])
+    if resolved.parallel.options.attention != "ulysses" or context == 1 or misfit:
         return
-    num_heads, num_kv_heads = (number // tensor for number in heads)
+    num_heads, num_kv_heads = (max(1, number // tensor) for number in heads)
     ways: list[str | Fit] = [Fit("context"), 'parallel.options.attention = "ring"']
     given = resolved.written("model.num_heads model.num_kv_heads tensor context parallel.options.attention")
     if num_heads % context:

@@ -84,7 +84,8 @@ def _training(settings: Config, world: int, model: dict[str, Any], like: Config)
     if settings.parallel is None:
         for name in ("num_heads", "num_kv_heads"):
             number, dim = getattr(sections.model, name), parallel.tensor
-            if number is not None and dim is not None and number % sizes[dim]:
+            shared = name == "num_kv_heads" and number and dim is not None and sizes[dim] % number == 0
+            if number is not None and dim is not None and number % sizes[dim] and not shared:
                 raise ConfigError(
                     f'the heads cannot be split along "{dim}": {name} is not divisible',
                     given=f"{name} = {number}, {dim} = {sizes[dim]} in {settings.source}",

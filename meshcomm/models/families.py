@@ -35,6 +35,7 @@ from meshcomm.models.plans import (
 from meshcomm.models.spec import ModelSpec
 from meshcomm.models.tiny import tiny
 from meshcomm.models.torch_private import has_attention_interface
+from meshcomm.parallel.expert.load import bias_of
 from meshcomm.parallel.tensor.plan import Entry
 from meshcomm.predict.stages import part_costs
 
@@ -69,6 +70,14 @@ def hugging_face(model: ModelConfig, seq_len: int, train: TrainConfig) -> ModelS
             given=f"train.{name} = {getattr(train, name):g}, and output_router_logits = true in config.json",
             expected="one of the two",
             hint=f"train.{name} = 0.0; or output_router_logits = false",
+        )
+    biased = spec.experts and all(bias_of(whole.module, name) for name in spec.experts)
+    if model.bias_update_speed and not biased:
+        raise UnsupportedOp(
+            f"a {config.model_type} has no biases that even out the load of its experts",
+            given=f"model.bias_update_speed = {model.bias_update_speed:g}",
+            expected="routers with a buffer e_score_correction_bias or expert_bias, as in DeepSeek-V3",
+            hint="remove model.bias_update_speed; or output_router_logits = true in config.json, for an auxiliary loss",
         )
     dropped = (
         {f"{spec.layers}.{part}": model.dropout for part in _dropped(whole.module, spec.layers)}
@@ -120,10 +129,10 @@ def spec_of(of: Whole) -> ModelSpec:
         embedding_name, head_name = names[embedding], names[head]
         # Parts after the blocks work on slices if the family publishes their plan. Otherwise sequences are gathered.
         behind: Entry = {"style": "replicate", "output": "whole"} if config.base_model_pp_plan else WHOLE
-        undivided = {embedding_name: WHOLE, head_name: behind}
-        ends = undivided
         if type(embedding).forward is nn.Embedding.forward and is_split_linear(head):
-            ends = {embedding_name: {"style": "vocab", "sequence": "whole"}, head_name: "column"}
+            ends = {embedding_name: {"style": "vocab", "sequence": "whole"}, head_name: "vocab"}
+        else:
+            ends = undivided = {embedding_name: WHOLE, head_name: behind}
         if head.weight is embedding.weight:
             tied = (f"{embedding_name}.weight", f"{head_name}.weight")
     split |= ends
@@ -235,7 +244,7 @@ def _whole_behind(of: Whole, layers: str, split: Mapping[str, Entry]) -> dict[st
     entries: dict[str, Entry] = {}
     for name in _around(of, layers)[1]:
         entry = split.get(name, "")
-        entries[name] = {"style": "column", "sequence": "whole"} if entry == "column" else WHOLE
+        entries[name] = {"style": entry, "sequence": "whole"} if entry in ("column", "vocab") else WHOLE
     return entries
 
 

@@ -7,11 +7,13 @@ contents of the blocks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import nn
 
+from meshcomm.errors import UnsupportedOp
 from meshcomm.models.torch_private import published_styles
 from meshcomm.parallel.expert.packed import Axes
 from meshcomm.parallel.tensor.layers import is_conv1d
@@ -55,6 +57,8 @@ _UNPUBLISHED: Final[Mapping[str, Mapping[str, Entry]]] = {
         "transformer.h.*.mlp.c_proj": "row",
     }
 }
+# The layers of an attention module that compute keys and values, and the parts of an adapter around them.
+_OF_KEYS: Final = re.compile(r"(.*)\.([kv]_proj)(?:\..*)?")
 # Not split: every rank computes this part on full sequences.
 WHOLE: Final[Entry] = {"style": "replicate", "input": "whole", "output": "whole"}
 
@@ -95,6 +99,43 @@ def tensor_plan(module: Any) -> dict[str, Entry]:
                 raise UnknownStyle(f"{pattern}: {style}, for a parameter")
             entry_of[pattern] = "split"
     return {**entry_of, **_LEFT_OUT.get(kind, {})}
+
+
+def with_shared_heads(plan: Mapping[str, Entry], module: Any, ranks: int) -> dict[str, Entry]:
+    """Return the plan for a number of ranks, some of which share key and value heads if these are fewer.
+
+    Raises UnsupportedOp for attention whose heads are not known.
+    """
+    changed: dict[str, Entry] = {}
+    for pattern, entry in plan.items():
+        names = [name for name, _ in module.named_modules() if entry == "column" and matches(pattern, name)]
+        found = [match for name in names if (match := _OF_KEYS.fullmatch(name))]
+        heads = [_heads(module, match, ranks) for match in found]
+        if all(number % ranks == 0 for number in heads):
+            changed[pattern] = entry
+            continue
+        for match, number in zip(found, heads, strict=True):
+            changed[match[0]] = {"style": "column", "heads": number}
+            if number % ranks:
+                owner = module.get_submodule(match[1])
+                groups = {"num_key_value_groups": owner.num_key_value_groups * number // ranks}
+                changed[match[1]] = _with_set(changed.get(match[1], plan.get(match[1], {})), {"set": groups})
+    return changed
+
+
+def _heads(module: Any, match: re.Match[str], ranks: int) -> int:
+    """Return the number of heads of a layer that computes keys or values."""
+    owner = module.get_submodule(match[1])
+    if hasattr(owner, "head_dim") and hasattr(owner, "num_key_value_groups"):
+        return int(getattr(owner, match[2]).out_features // owner.head_dim)
+    if (number := getattr(module.config, "num_key_value_heads", ranks)) % ranks:
+        raise UnsupportedOp(
+            f"ranks cannot share the key and value heads of a {type(owner).__name__}",
+            given=f"{number} heads, {ranks} ranks along parallel.tensor",
+            expected="attention with the attributes head_dim and num_key_value_groups",
+            hint=f"a number of ranks that divides {number}",
+        )
+    return ranks
 
 
 def packed_experts(module: Any) -> dict[str, Axes]:

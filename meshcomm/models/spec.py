@@ -89,8 +89,8 @@ class ModelSpec:
     split:      a plan for `tensor_parallel`, which splits the module along the tensor dim.
     sequence:   entries to add to `split` or replace in it if parallel.options.sequence_parallel is true.
     undivided:  entries that replace entries of `split` if `vocab_size` is not divisible by the number of ranks.
-                The embedding and the head then stay unsplit, and every rank computes all logits. If None, such
-                a size raises an error.
+                The embedding and the head then stay unsplit, and every rank computes all logits. The style "vocab" splits
+                both for any size.
     attention:  (module, attend) -> None: makes every attention layer of the module call `attend`; for context
                 parallelism.
     experts:    patterns of modules with packed experts -> how their parameters are split along the tensor dim.

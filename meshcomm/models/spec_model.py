@@ -20,6 +20,7 @@ from meshcomm.models.assumptions import own_positions
 from meshcomm.models.family_code import family_code
 from meshcomm.models.lora import hold_frozen
 from meshcomm.models.own_forward import OwnForward, absent_parts, put_in
+from meshcomm.models.plans import with_shared_heads
 from meshcomm.models.spec import (
     KINDS,
     ModelSpec,
@@ -140,6 +141,8 @@ class SpecModel(Model):
             if not self._divides(splits):
                 plan |= spec.undivided or {}
             plan = {pattern: entry for pattern, entry in plan.items() if _has(module, pattern)}
+            if self.family:
+                plan = with_shared_heads(plan, module, split.size)
             rules = rules_of(split, module, plan)[0]
             behind = (rules.get(name, Rule()) for name in spec.last)
             module.meshcomm_stage.gathers = any("whole" in (r.input, r.sequence) for r in behind)
@@ -233,7 +236,7 @@ class SpecModel(Model):
     def _divides(self, splits: Splits) -> bool:
         spec = self.spec
         whole = spec.undivided and all(spec.split.get(name) == how for name, how in spec.undivided.items())
-        return not whole and self.vocab_size % splits.tensor.size == 0
+        return not whole and not (spec.undivided and self.vocab_size % splits.tensor.size)
 
     def check(self, splits: Splits, stages: int) -> None:
         """See Model."""
@@ -283,7 +286,7 @@ class SpecModel(Model):
                     hint=f"remove {part}",
                 )
         check_dropouts(self._dropouts, split)
-        for part, names, what, there in self._needed(splits):
+        for part, names, what, there in self._needed():
             if used.get(part, True) and not there:
                 raise UnsupportedOp(
                     f"this model cannot be trained with {part}",
@@ -292,11 +295,10 @@ class SpecModel(Model):
                     hint=f"ModelSpec({names.split()[0]}=...), or remove {part}",
                 )
 
-    def _needed(self, splits: Splits) -> tuple[tuple[str, str, str, object], ...]:
+    def _needed(self) -> tuple[tuple[str, str, str, object], ...]:
         """Return each feature's setting, the field that it needs in the spec, a description, and whether the field is set."""
-        spec, split = self.spec, splits.tensor
+        spec = self.spec
         blocks, own = bool(spec.layers), spec.forward is None
-        size = f"vocab_size = {self.vocab_size} is not divisible by {split.size}"
         return (
             ("parallel.tensor", "split", "a plan of how each layer is split", spec.split),
             ("parallel.options.sequence_parallel", "sequence", "which parts work on slices of the sequence", spec.sequence is not None),
@@ -307,8 +309,6 @@ class SpecModel(Model):
             ("data.document_mask", "positions", "which argument takes positions", spec.positions or not own),
             ("parallel.pipeline", "layers", "which blocks are divided among stages", blocks),
             ("parallel.pipeline", "forward", "how stages run on one tensor that is not of tokens", self.vocab_size or not own),
-            ("parallel.tensor", "undivided", f"an embedding and a head that stay unsplit, because {size}",
-             self._divides(splits) or spec.undivided is not None),
             ("ModelSpec.dropped", "layers", "blocks that receive sample numbers", blocks or not self.drops),
             ("train.activation_checkpointing", "layers", "which blocks are recomputed in the backward pass", blocks),
             ("train.compile", "layers", "which blocks are compiled", spec.layers),

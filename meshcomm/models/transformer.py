@@ -124,10 +124,12 @@ class Attention(nn.Module):
         self.head_dim = config.head_size
         self.context = splits.context
         split = splits.tensor
-        split.share(config.num_kv_heads, "the key and value heads")
+        kv_heads = config.num_kv_heads
+        if not split.shares_heads(kv_heads):
+            split.share(kv_heads, "the key and value heads")
         self.wq = ColumnParallel(split, config.hidden_size, config.num_heads * self.head_dim)
-        self.wk = ColumnParallel(split, config.hidden_size, config.num_kv_heads * self.head_dim)
-        self.wv = ColumnParallel(split, config.hidden_size, config.num_kv_heads * self.head_dim)
+        self.wk = ColumnParallel(split, config.hidden_size, kv_heads * self.head_dim, heads=kv_heads)
+        self.wv = ColumnParallel(split, config.hidden_size, kv_heads * self.head_dim, heads=kv_heads)
         self.wo = RowParallel(split, config.num_heads * self.head_dim, config.hidden_size)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
@@ -181,6 +183,7 @@ class Block(nn.Module):
                 capacity_factor=config.capacity_factor,
                 context=splits.context.dim or None,
                 balance_weight=splits.balance_weight,
+                biased=config.bias_update_speed > 0,
             )
         else:
             self.ff = FeedForward(split, config)
@@ -240,7 +243,7 @@ class Transformer(nn.Module):
         )
         self.layers = nn.ModuleDict({str(layer): Block(splits, config, layer) for layer in stage.layers})
         self.norm = RMSNorm(split, hidden_size, config.norm_eps) if stage.is_last else None
-        self.head = ColumnParallel(split, hidden_size, vocab) if stage.is_last else None
+        self.head = ColumnParallel(split, hidden_size, vocab, uneven=True) if stage.is_last else None
         self.tied = config.tied_embeddings
         if self.tied and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight

@@ -17,6 +17,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.batch import Batch, Batches
 from meshcomm.parallel.build import LocalModel
+from meshcomm.parallel.expert.load import Loads
 from meshcomm.parallel.loss import StepLoss, module_of
 from meshcomm.parallel.memory import eval_mode
 from meshcomm.parallel.model import Model
@@ -122,6 +123,8 @@ class Engine:
         self.splits, self.split, self.stages = local.splits, local.splits.tensor, local.stages
         self.modules, self.gradients = local.modules, local.gradients
         self._batches = Batches(local.splits, known, model, local.microbatches, local.data_size)
+        speed = 0.0 if known.model is None else known.model.bias_update_speed
+        self._loads = Loads(local.splits, self.modules, speed)
         self._loss = StepLoss(local.splits, train, model, local.microbatches, local.data_size)
         # The divisor of the step's loss.
         self._count = torch.ones((), dtype=torch.float64, device=mesh.device)
@@ -220,6 +223,7 @@ class Engine:
         if self._recovers or self._skips:
             self._before = self._state.of_forward()
         self._local.start_step(number)
+        self._loads.start()
         rows = self._update.rows
         if rows is not None:
             rows.start()
@@ -230,6 +234,7 @@ class Engine:
         with self._drawing(f"{number}"), shared_casts(), self._explained():
             loss = self._run(*self._loss.split(inputs, targets), **more)
         self._local.finish_step()
+        self._loads.finish()
         if rows is not None:
             rows.finish()
         step_sum = self._loss.finish(loss)
@@ -276,6 +281,7 @@ class Engine:
         if self.before_update is not None:
             self.before_update()
         self._update.step(step.number, step.spoilt)
+        self._loads.apply(step.spoilt)
 
     def _value(self, x: Tensor) -> float:
         """Wait for a scalar on the device and return its value.
@@ -372,6 +378,10 @@ class Engine:
         else:
             mean = self.splits.summed(mean, self.splits.gradients)
         return self._value(self.splits.of_last_stage(mean))
+
+    def expert_loads(self) -> dict[str, Any]:
+        """Return the loads of the experts in the last step: see `Loads.facts`. Called by: every rank. Waits for the device."""
+        return self._loads.facts()
 
     def state(self) -> dict[str, Tensor]:
         """Return all state that a step changes, by global name: this rank's weights, and the state of the optimizer,

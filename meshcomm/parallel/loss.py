@@ -148,6 +148,7 @@ class StepLoss:
                 reduction="sum",
                 label_smoothing=self._smoothing,
                 z_loss=self._z_loss,
+                vocab_size=self._vocab_size if divided else None,
             )
             if self._counts:
                 self._rows.append((targets != IGNORED).sum().double().reshape(1))
@@ -331,8 +332,10 @@ class StepLoss:
     def _gathered(self, divided: bool, x: Tensor) -> Tensor:
         split, context = self._splits.tensor, self._splits.context
         if divided and x.ndim and x.shape[-1] == self._logits:
-            # Every rank computes the same loss, so its own slice of the gradient is complete.
-            x = self._mesh.functional.all_gather(split.dim, x, -1, grad="slice")
+            # The last rank may have fewer logits. Every rank computes the same loss, so its own slice of the gradient is complete.
+            most = -(-self._vocab_size // split.size)
+            x = nn.functional.pad(x, (0, most - self._logits))
+            x = self._mesh.functional.all_gather(split.dim, x, -1, grad="slice")[..., : self._vocab_size]
         if context.size == 1:
             return x
         if x.ndim < 2 or x.shape[1] != self._tokens:

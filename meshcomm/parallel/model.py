@@ -84,7 +84,7 @@ class Model(ABC):
 
     def outputs(self, splits: Splits) -> int:
         """Return the number of logits per token that the last stage returns on a rank."""
-        return self.vocab_size // splits.tensor.size
+        return splits.tensor.rows(self.vocab_size)[1]
 
     def costs(self, seq_len: int) -> PartCosts:
         """Return the relative costs of the parts, used to divide layers among stages."""

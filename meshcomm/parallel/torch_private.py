@@ -89,6 +89,11 @@ def unsaved_buffers(module: Any) -> set[str]:
     return names
 
 
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass, as while a forward pass is recomputed for it."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def hooks_of(parameter: torch.Tensor) -> dict[int, Any]:
     """Return the hooks that are called with the parameter's gradient, by number. A removed hook's number is not used again."""
     later: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)

@@ -227,8 +227,10 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
     """
     model, layers = work.model, work.layers_of_rank(sizes)
     with_experts, norms = work.with_experts(layers), 2 * model.hidden_size
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads
-    attention = model.hidden_size * model.head_size * heads / sizes.tensor
+    # Ranks that share key and value heads hold all of these heads' weights.
+    shared = model.num_kv_heads < sizes.tensor
+    heads = 2 * model.num_heads / sizes.tensor + 2 * model.num_kv_heads / (1 if shared else sizes.tensor)
+    attention = model.hidden_size * model.head_size * heads
     dense = model.ff_matrices * model.hidden_size * model.intermediate_size / sizes.tensor
     experts = model.experts * dense / sizes.expert
     tables: float = (
@@ -236,8 +238,7 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
     )
     if work.counts is not None:
         tables = work.counts.ends / (2 if sizes.pipeline > 1 and not model.tied_embeddings else 1)
-    # If the vocabulary cannot be split evenly across the tensor ranks, each rank has all of it.
-    ends = tables / (1 if model.vocab_size % sizes.tensor else sizes.tensor)
+    ends = tables / sizes.tensor
     if work.counts is not None:
         of_rank = layers / model.num_layers
         blocks = of_rank * sum(work.counts.layers) / sizes.tensor
@@ -248,6 +249,11 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
     plain = layers * (attention + norms) + (layers - with_experts) * dense + ends + routers
     layer = attention + norms + (experts if work.expert_layers else dense)
     return Weights(plain, with_experts * experts, layer, ends)
+
+
+def kv_heads(model: ModelConfig, sizes: Sizes) -> float:
+    """Return the number of key and value heads on one rank. Ranks along tensor share heads if these are fewer."""
+    return max(1.0, model.num_kv_heads / sizes.tensor)
 
 
 def memory(work: Workload, sizes: Sizes) -> Memory:
@@ -285,7 +291,7 @@ def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float
     model, split, with_experts = work.model, sizes.tensor, work.expert_layers / work.model.num_layers
     rows = with_experts * min(model.experts_per_token, model.experts)
     inner = (model.ff_matrices - 1) * (1 - with_experts + rows) * model.intermediate_size / split
-    queries, keys = model.num_heads * model.head_size / split, model.num_kv_heads * model.head_size / split
+    queries, keys = model.num_heads * model.head_size / split, kv_heads(model, sizes) * model.head_size
     whole = model.hidden_size
     entry = whole / split if work.parallel.options.sequence_parallel else whole
     selective = 3 * entry + 2 * queries + 2 * keys + inner + (3 if sizes.expert > 1 else 1) * rows * whole
@@ -305,8 +311,7 @@ def _activations(work: Workload, sizes: Sizes) -> float:
     usual = selective if work.train.activation_checkpointing == "selective" else everything
     kept = (layers - again) * usual + again * entry
     recomputed = everything - (entry if again else usual)
-    split = 1 if work.model.vocab_size % sizes.tensor else sizes.tensor
-    elements = work.tokens(sizes) * work.model.vocab_size / split
+    elements = work.tokens(sizes) * work.model.vocab_size / sizes.tensor
     logits, computed = elements * work.activation_bytes, min(elements, max(2**24, elements / 8)) * 4
     schedule, stages = options.schedule, options.stages_per_rank
     first = microbatches_held(schedule, sizes.pipeline, stages, sizes.microbatches)
@@ -387,7 +392,7 @@ def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """
     layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
     tables = 1 if sizes.pipeline > 1 else 2
-    sums = 4 * layers + again + (0 if work.model.vocab_size % sizes.tensor else tables)
+    sums = 4 * layers + again + tables
     size = work.tokens(sizes) * work.model.hidden_size * work.activation_bytes
     if not work.parallel.options.sequence_parallel:
         yield Flow("tensor", ("tensor",), "all_reduce", sums, size, True, "activations")
@@ -403,12 +408,12 @@ def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     rows = work.tokens(sizes) * model.head_size
     if work.ulysses:
         # Keys and values are repeated if the dim has more ranks than there are kv heads.
-        queries, keys = model.num_heads / sizes.tensor, max(model.num_kv_heads / sizes.tensor, sizes.context)
+        queries, keys = model.num_heads / sizes.tensor, max(kv_heads(model, sizes), sizes.context)
         size, there = rows * work.activation_bytes, "q, k, v for heads"
         yield Flow("context", along, "all_to_all", passes, size * (queries + 2 * keys), True, there)
         yield Flow("context", along, "all_to_all", passes, size * queries, True, "results for tokens")
         return
-    block, turns = rows * 2 * model.num_kv_heads / sizes.tensor, sizes.context - 1
+    block, turns = rows * 2 * kv_heads(model, sizes), sizes.context - 1
     size = block * work.activation_bytes
     yield Flow("context", along, "sendrecv", turns * passes, size, True, "keys and values")
     back, size = layers * sizes.context if turns else 0, block * max(work.activation_bytes, 4)

@@ -82,12 +82,16 @@ class Step:
     """The rank with that peak."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """Further terms that the loss function returned, by name, added up like the loss."""
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    """With experts: `expert_max_over_mean`, the largest load of an expert divided by the mean load of its layer;
+    `experts_dropped`, the fraction of the choices that a capacity dropped; and `expert_load`, by layer, the fraction of the
+    choices that each expert got. All are those of this step's global batch. Empty in a skipped step that is not logged."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The fields by name, as in metrics.jsonl. Entries of `terms` are named `loss_NAME`."""
-        facts = {name: value for name, value in vars(self).items() if name != "terms"}
-        return facts | {f"loss_{name}": value for name, value in self.terms.items()}
+        """The fields by name, as in metrics.jsonl. Entries of `terms` are named `loss_NAME`, those of `experts` as they are."""
+        facts = {name: value for name, value in vars(self).items() if name not in ("terms", "experts")}
+        return facts | {f"loss_{name}": value for name, value in self.terms.items()} | {**self.experts}
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,9 @@ class TrainingReporter(Callback):
         if step.fault:
             self._say(f"step {step.step} is skipped: " + step.fault.partition("\n")[0])
         mfu = "" if step.mfu is None else f"  MFU {100 * step.mfu:.3g}%"
-        description = f"loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s{mfu}"
+        load = step.experts.get("expert_max_over_mean")
+        experts = "" if load is None else f"  busiest expert {load:.2f}x"
+        description = f"loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s{mfu}{experts}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step.step, description=description)
         elif self._is_due(step):

@@ -322,7 +322,8 @@ class Steps:
             self._seconds = now - began
             if logs:
                 self._cost.looked()
-            if self._report((step - logged_step) / (now - logged)):
+            loads = self._engine.expert_loads() if logs else {}
+            if self._report((step - logged_step) / (now - logged), loads):
                 logged, logged_step = now, step
             if evaluates:
                 self._evaluate(step)
@@ -336,8 +337,9 @@ class Steps:
     def _logs(self, step: int) -> bool:
         return step % self._train.log_every == 0 or step in (1, self._train.steps)
 
-    def _report(self, steps_per_s: float) -> bool:
-        """Keep the losses of all steps, and report the logged steps. Return whether a step was logged."""
+    def _report(self, steps_per_s: float, loads: Mapping[str, Any] | None = None) -> bool:
+        """Keep the losses of all steps, and report the logged steps. Return whether a step was logged. loads: the experts' loads
+        in the last step."""
         logged = False
         tokens = self._start.tokens_per_step
         rates, memory = self._cost.rates(steps_per_s), self._cost.memory
@@ -363,6 +365,7 @@ class Steps:
                 skipped=self._skipped,
                 fault=done.fault,
                 terms=done.terms,
+                experts=(loads or {}) if not self._results else {},
                 **({} if rates is None else rates._asdict()),
                 peak_memory_bytes=None if memory is None else memory.nbytes,
                 peak_memory_rank=None if memory is None else memory.rank,

@@ -155,13 +155,13 @@ TABLE = [
     Bad("num_heads, num_kv_heads and tp", TRAIN, ["mesh.dims.tp=4", "model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=132"],
         ["mesh.dims.tp=2", "model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=132"],
         {"model.num_heads": "6 % 4 = 2", "model.num_kv_heads": "6 % 4 = 2"},
-        ["mesh.dims.tp = 2", "mesh.dims.tp = 1", "mesh.dims.tp = 2", "mesh.dims.tp = 1"]),
+        ["mesh.dims.tp = 3", "mesh.dims.tp = 6", "mesh.dims.tp = 3", "mesh.dims.tp = 6"]),
     Bad("hidden_size and num_heads", TRAIN, ["model.hidden_size=100"], ["model.hidden_size=112"], {"model.hidden_size": "100 % 8 = 4"},
         ["model.hidden_size = 96", "model.hidden_size = 112"]),
     Bad("arithmetic of three settings", TRAIN,
         ["mesh.dims.tp=3", "mesh.merge.grad=['dp', 'cp']", "train.micro_batch_size=5"], ["mesh.dims.tp=1"],
-        {"mesh.merge.grad": "", "model.num_heads": "8 % 3 = 2", "model.num_kv_heads": "4 % 3 = 1", "model.vocab_size": "256 % 3 = 1", "train.micro_batch_size": "32/2 = 16"},
-        ["one of these, or a tuple of them", "remove mesh.merge.grad", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "train.micro_batch_size = 4", "train.micro_batch_size = 8", "train.global_batch_size = 30"]),
+        {"mesh.merge.grad": "", "model.num_heads": "8 % 3 = 2", "model.num_kv_heads": "4 % 3 = 1", "train.micro_batch_size": "32/2 = 16"},
+        ["one of these, or a tuple of them", "remove mesh.merge.grad", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "train.micro_batch_size = 4", "train.micro_batch_size = 8", "train.global_batch_size = 30"]),
     Bad("rules wait for an unknown key", MESH, ["mesh.dimz=3", "mesh.merge.grad=['dp', 'cp']"],
         ["mesh.merge.grad=['dp', 'tp']"], {"mesh.dimz": ""}, ['did you mean "mesh.dims"?']),
     Bad("an unknown key hides no wrong type", MESH, ["mesh.dimz=3", "mesh.warm_up='yes'"], ["mesh.warm_up=true"],
@@ -571,10 +571,10 @@ def test_training_is_checked_when_the_open_size_is_known() -> None:
     config = load_config(made(TRAIN, ["mesh.dims.tp=-1"]))
     assert config.resolved(8).mesh.dims == {"pp": 2, "dp": 2, "tp": 2}
     with pytest.raises(ConfigError) as caught:
-        config.resolved(32)
+        config.resolved(48)
     ((problem, ways),) = suggestions(str(caught.value))
-    assert problem == "  model.num_kv_heads: num_kv_heads is not divisible by tp: 4 % 8 = 4"
-    assert ways == ["mesh.dims.tp = 4", "mesh.dims.tp = 2"]
+    assert problem == "  model.num_heads: num_heads is not divisible by tp: 8 % 12 = 8"
+    assert ways == ["mesh.dims.tp = 8", "mesh.dims.tp = 4"]
 
 
 # -- made in Python ---------------------------------------------------------------------------------

@@ -287,26 +287,6 @@ def test_a_folder_drops_behind_attention_and_feed_forward(pool: Pool, tmp_path: 
         assert 0.2 < zeros.double().mean() < 0.3
 
 
-def test_a_vocabulary_that_the_ranks_do_not_divide_is_taken(tmp_path: Path) -> None:
-    config = config_of({"pretrained": str(folder_of("gpt2", tmp_path)), "dropout": 0.0}, "tp=2")
-    assert config.model is not None
-    assert config.model.vocab_size % 2 == 1
-    with pytest.raises(ConfigError, match="vocab_size is not divisible by tp: 257"):
-        load_config(
-            {
-                **config.model_dump(exclude_unset=True),
-                "model": {
-                    "num_layers": 1,
-                    "hidden_size": 32,
-                    "num_heads": 4,
-                    "num_kv_heads": 4,
-                    "intermediate_size": 32,
-                    "vocab_size": 257,
-                },
-            }
-        )
-
-
 def test_sizes_of_every_family_follow_from_its_folder(tmp_path: Path) -> None:
     for family in FAMILIES:
         model = ModelConfig(pretrained=str(folder_of(family, tmp_path / family)), dropout=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -65,8 +66,16 @@ def test_positions_turn_pairs_and_gradients_are_turned_back() -> None:
     assert rotate(x.bfloat16(), table.float()).dtype == torch.bfloat16
 
 
-def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
-    """The transformer again, written from the formulas: loops over heads, complex rotations."""
+def plain_logits(
+    weights: dict[str, Tensor],
+    config: ModelConfig,
+    tokens: Tensor,
+    experts: Callable[[str, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The transformer again, written from the formulas: loops over heads, complex rotations.
+
+    experts: computes a layer's experts, if it has any, from the name of the layer and the normed hidden states.
+    """
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[name + ".weight"]
@@ -100,6 +109,9 @@ def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor
             heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[shared])
         x = x + linear(torch.cat(heads, -1), at + "attn.wo")
         h = norm(x, at + "ff_norm")
+        if experts is not None and config.has_experts(layer):
+            x = x + experts(at + "ff.", h)
+            continue
         gate = linear(h, at + "ff.w1")
         x = x + linear(gate * gate.sigmoid() * linear(h, at + "ff.w3"), at + "ff.w2")
     return linear(norm(x, "norm"), "head")

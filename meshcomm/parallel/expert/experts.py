@@ -15,6 +15,7 @@ from meshcomm.parallel.expert.routing import (
     attach,
     balance,
     capacity,
+    count_choices,
     each_choice,
     inverse,
     move,
@@ -49,7 +50,7 @@ class ExpertWeights(nn.Module):
         self, tensor: TensorSplit, dim: str | None, hidden_size: int, intermediate_size: int, experts: int
     ) -> None:
         super().__init__()
-        mesh = tensor.mesh
+        mesh, self.meshcomm_count = tensor.mesh, experts
         for name, shape, inner in (
             ("w1", (intermediate_size, hidden_size), 1),
             ("w3", (intermediate_size, hidden_size), 1),
@@ -130,6 +131,7 @@ class Experts(nn.Module):
         context: the dim along which samples are split, if any.
         balance_weight: multiplies a microbatch's balance loss (`routing.balance`). A backward pass through y adds the
             gradient of this product. The loss must not be scaled afterwards. This attribute may be set later.
+        biased: whether a bias for each expert is added when experts are chosen. In a Trainer, model.bias_update_speed changes it.
 
     Parameters: `router.weight` (experts, hidden_size) is dense: it is equal on all ranks, and its gradient is summed along the
         same dims as other dense weights and complete on every rank along tensor. The other parameters belong to
@@ -153,6 +155,7 @@ class Experts(nn.Module):
         capacity_factor: float | None = None,
         context: str | None = None,
         balance_weight: float = 0.0,
+        biased: bool = False,
     ) -> None:
         super().__init__()
         _check_sizes(mesh, dim, tensor, experts, experts_per_token, capacity_factor)
@@ -163,7 +166,7 @@ class Experts(nn.Module):
         self.ranks = mesh.size(self.dim) if self.dim else 1
         self.hidden_size, self.count, self.slots = hidden_size, experts, experts_per_token
         self.capacity_factor, self.balance_weight = capacity_factor, balance_weight
-        self.router = Router(tensor, hidden_size, experts, experts_per_token, normalised)
+        self.router = Router(tensor, hidden_size, experts, experts_per_token, normalised, biased)
         self.experts = ExpertWeights(tensor, self.dim, hidden_size, intermediate_size, experts)
         self._compared = 0
 
@@ -206,6 +209,7 @@ class Experts(nn.Module):
         keep = None
         if self.capacity_factor is not None:
             keep = within_capacity(mesh, context, choice.chosen, positions, self.count, self.capacity_factor)
+        count_choices(self.experts, choice.chosen, keep)
         y = self._through(samples, choice.weights, choice.chosen, keep)
         y = self.tensor.leave(y.unflatten(0, samples.shape[:2]))
         if uneven is not None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError
 from meshcomm.parallel.become import become
-from meshcomm.parallel.expert.routing import each_choice
+from meshcomm.parallel.expert.routing import count_choices, each_choice
 from meshcomm.parallel.tensor import TensorSplit
 from meshcomm.parallel.tensor.apply import Around, Running
 from meshcomm.parallel.tensor.parameters import split_parameter
@@ -52,6 +52,8 @@ def spread_experts(
     (count,) = sizes
     TensorSplit(mesh, dim).share(count, f"the experts of {name}")
     setattr(part, EXPERTS, True)
+    part.meshcomm_count = count
+    part.register_forward_pre_hook(_count)
     if ranks == 1 and tensor.size == 1:
         return
     for key, old in list(part._parameters.items()):
@@ -69,8 +71,14 @@ def spread_experts(
     if ranks > 1 and getattr(part, "num_experts", None) == count:
         part.num_experts = count // ranks
     part.meshcomm_split, part.meshcomm_running = tensor, Running()
-    part.meshcomm_dim, part.meshcomm_count = dim if ranks > 1 else None, count
+    part.meshcomm_dim = dim if ranks > 1 else None
     become(part, SpreadExperts, prefix="Spread")
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _count(part: nn.Module, args: tuple[Any, ...]) -> None:
+    if len(args) > 1:
+        count_choices(part, args[1])
 
 
 class SpreadExperts(Around):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,10 @@ from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.recompute import once
 from meshcomm.parallel.tensor import TensorSplit, local
-from meshcomm.parallel.torch_private import has_memory
+from meshcomm.parallel.torch_private import has_memory, in_backward
+
+BIAS: Final = "e_score_correction_bias"
+"""The name of a router's buffer (experts), which is added to the scores when experts are chosen, and not to their weights."""
 
 
 class Choice(NamedTuple):
@@ -38,14 +41,25 @@ class Router(nn.Module):
 
     The router is replicated along the tensor dim. It computes in float32, or in the tokens' dtype if that is wider,
     with or without autocast, because in bfloat16 two experts tie or swap places far too often.
+
+    biased: whether the router has a bias for each expert, which `Loads` updates.
     """
 
     def __init__(
-        self, split: TensorSplit, hidden_size: int, experts: int, slots: int, normalised: bool = True
+        self,
+        split: TensorSplit,
+        hidden_size: int,
+        experts: int,
+        slots: int,
+        normalised: bool = True,
+        biased: bool = False,
     ) -> None:
         super().__init__()
         self.slots, self.normalised = slots, normalised
         self.weight = split.parameter(experts, hidden_size, axis=None)
+        if biased:
+            wide = torch.promote_types(split.dtype, torch.float32)
+            self.register_buffer(BIAS, torch.zeros(experts, dtype=wide, device=split.device))
 
     def forward(self, x: Tensor) -> Choice:
         """(samples, tokens, width) -> the experts of each token.
@@ -53,15 +67,17 @@ class Router(nn.Module):
         Weights are the probabilities of the chosen experts. With `normalised`, the weights are divided by their sum (Mixtral,
         Jiang et al. 2024). With one slot, the weight is not divided (Switch Transformer, Fedus et al. 2021): the result would
         be the constant 1, without a gradient for the router. If probabilities are equal, the expert with the lower index comes
-        first.
+        first. With a bias, the experts with the largest sums of probability and bias are chosen.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.to(wide), local(self.weight).to(wide))
             probabilities = scores.softmax(-1)
             # topk does not define the order of equal values.
-            ordered, experts = probabilities.sort(stable=True, dim=-1, descending=True)
-            weights, chosen = ordered[..., : self.slots], experts[..., : self.slots]
+            bias = self._buffers.get(BIAS)
+            ranked = probabilities if bias is None else probabilities.detach() + bias
+            chosen = ranked.sort(stable=True, dim=-1, descending=True)[1][..., : self.slots]
+            weights = probabilities.gather(-1, chosen)
             if self.slots > 1 and self.normalised:
                 weights = weights / weights.sum(-1, keepdim=True)
         return Choice(weights, chosen, probabilities)
@@ -72,6 +88,20 @@ def counts(chosen: Tensor, experts: int) -> Tensor:
     flat = chosen.flatten(1)
     zeros = flat.new_zeros(flat.shape[0], experts)
     return zeros.scatter_add_(1, flat, torch.ones_like(flat))
+
+
+def count_choices(part: Any, chosen: Tensor, keep: Tensor | None = None) -> None:
+    """Add a microbatch's choices to the load of `part`, a module of experts, if a step counts it: see `Loads`.
+
+    chosen, keep: (..., slots), the experts that tokens choose, and whether their capacity admits the choice. Evaluations and
+    forward passes that are recomputed for the backward pass do not count.
+    """
+    load = part.__dict__.get("meshcomm_load")
+    if load is None or not part.training or in_backward():
+        return
+    load[:-1] += counts(chosen.detach().reshape(1, -1), len(load) - 1)[0]
+    if keep is not None:
+        load[-1] += (~keep).sum()
 
 
 def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:

@@ -138,12 +138,14 @@ class _Splitting:
         split = self.whole if rule.sequence == "whole" else self._split_in(name)
         for key, value in rule.set.items():
             setattr(part, key, getattr(part, key) // split.size if value == "split" else value)
-        if rule.style == "column":
+        if rule.style == "column" or (rule.style == "vocab" and not isinstance(part, nn.Embedding)):
             part.meshcomm_entry, part.meshcomm_output = self._entry(name, split), rule.output
             part.meshcomm_transposed = is_conv1d(part)
             for key in ("weight", "bias"):
                 self._place(part, rule, key)
             self._become(part, ColumnParallel, split)
+            if rule.copied:
+                split.share_heads(part, rule.heads, len(part.weight))
         elif rule.style == "row":
             self._place(part, rule, "weight")
             split.partial(part, "bias")
@@ -217,7 +219,7 @@ class _Splitting:
         axis, parts = rule.axis_of(part, key), rule.parts_of(part, key)
         if id(old) not in self.replaced:
             value = old if parts is None else kept(old.detach(), parts).requires_grad_(old.requires_grad)
-            new = self.split.parameter_from(value, axis)
+            new = self.split.parameter_from(value, axis, uneven=rule.style == "vocab")
             # The old parameter is stored too: while it exists, no other parameter can get its id.
             self.replaced[id(old)] = (old, new)
         part._parameters[key] = self.replaced[id(old)][1]

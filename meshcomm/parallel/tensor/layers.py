@@ -40,7 +40,11 @@ def held(module: Any, name: str) -> Any:
     parameter = getattr(module, name)
     if isinstance(parameter, DTensor):
         parameter = local(parameter)
-    parts = None if parameter is None else getattr(module, FUSED, {}).get(name)
+    if parameter is None:
+        return None
+    if (rows := getattr(module, "meshcomm_rows", None)) is not None:
+        return parameter[rows]
+    parts = getattr(module, FUSED, {}).get(name)
     return joined(parameter, parts) if parts else parameter
 
 
@@ -57,18 +61,35 @@ class ColumnParallel(nn.Module):
     """y = x W^T + b, W (n_out, n_in) and b split over n_out: x (..., n_in), full -> (..., n_out / ranks).
 
     `x` must have been through `split.enter`, once for all column-parallel layers that read it.
+
+    heads: if the outputs are those of fewer heads than ranks, groups of neighbors compute the same head: -> (..., n_out / heads).
+        Every rank then holds all of W and b, whose gradients are partial.
+    uneven: the ranks need not divide n_out, a vocabulary: see `TensorSplit.rows`.
     """
 
     meshcomm_split: TensorSplit
     meshcomm_entry: Callable[[Tensor], Tensor]
     meshcomm_output = "split"
     meshcomm_transposed = False
+    meshcomm_rows: slice | None = None
 
-    def __init__(self, split: TensorSplit, n_in: int, n_out: int, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        split: TensorSplit,
+        n_in: int,
+        n_out: int,
+        *,
+        bias: bool = False,
+        heads: int = 0,
+        uneven: bool = False,
+    ) -> None:
         super().__init__()
         self.meshcomm_split, self.meshcomm_entry = split, entered
-        self.weight = split.parameter(n_out, n_in, axis=0)
-        self.bias = split.parameter(n_out, axis=0) if bias else None
+        axis = None if split.shares_heads(heads) else 0
+        self.weight = split.parameter(n_out, n_in, axis=axis, uneven=uneven)
+        self.bias = split.parameter(n_out, axis=axis, uneven=uneven) if bias else None
+        if axis is None:
+            split.share_heads(self, heads, n_out)
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
@@ -161,7 +182,7 @@ class RowParallel(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of a (vocab, width) table split over vocab: ids (...) int64 -> (..., width), full.
+    """Rows of a (vocab, width) table split over vocab: ids (...) int64 -> (..., width), full. The ranks need not divide vocab.
 
     With sequence_parallel: ids (batch, sequence), full -> this rank's slice of the sequence.
     dtype: the dtype in which rows are sent and returned. If None, the weight's dtype is used. Summing does not round the rows.
@@ -170,14 +191,15 @@ class VocabParallelEmbedding(nn.Module):
 
     meshcomm_split: TensorSplit
     meshcomm_dtype: torch.dtype | None = None
+    num_embeddings: int
     padding_idx: int | None = None
 
     def __init__(
         self, split: TensorSplit, vocab: int, hidden_size: int, *, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.meshcomm_split, self.meshcomm_dtype = split, dtype
-        self.weight = split.parameter(vocab, hidden_size, axis=0)
+        self.meshcomm_split, self.meshcomm_dtype, self.num_embeddings = split, dtype, vocab
+        self.weight = split.parameter(vocab, hidden_size, axis=0, uneven=True)
 
     def forward(self, ids: Tensor) -> Tensor:
         """See the class."""
@@ -187,8 +209,8 @@ class VocabParallelEmbedding(nn.Module):
             # If ids are outside the vocabulary, `outside_of` names them.
             with nullcontext() if torch.compiler.is_compiling() else suppress(IndexError):
                 return F.embedding(ids, table, padding).to(dtype)
-        outside = outside_of(split, ids, table.shape[0] * split.size, "an embedding's ids")
-        row, mine = owned(ids, table.shape[0], split.coord)
+        outside = outside_of(split, ids, self.num_embeddings, "an embedding's ids")
+        row, mine = owned(ids, table.shape[0], split.rows(self.num_embeddings)[0])
         embedded = F.embedding(row, table).to(dtype)
         if padding is not None:
             # F.embedding's padding_idx cannot be used, because ids of other ranks are also looked up in row 0.
@@ -200,9 +222,11 @@ class VocabParallelEmbedding(nn.Module):
         return split.leave(embedded)
 
 
-def owned(ids: Tensor, rows: int, coord: int) -> tuple[Tensor, Tensor]:
-    """Return each id's local row (0 if another rank owns the id), and a mask of the ids that this rank owns."""
-    row = ids - coord * rows
+def owned(ids: Tensor, rows: int, first: int) -> tuple[Tensor, Tensor]:
+    """Return each id's local row (0 if another rank owns the id), and a mask of the ids that this rank owns. first: the id of
+    this rank's first row.
+    """
+    row = ids - first
     mine = (row >= 0) & (row < rows)
     return row.where(mine, 0), mine
 
@@ -237,6 +261,7 @@ def cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Compute the mean or sum over targets of -log softmax(logits)[target], for logits split over the vocabulary.
 
@@ -247,6 +272,7 @@ def cross_entropy(
     reduction:  "sum" for callers that divide by a different number of tokens, such as the total over all ranks and
                 microbatches.
     label_smoothing: as in torch: the share of a target that is spread evenly over the vocabulary.
+    vocab_size: the number of logits of all ranks. Required if the ranks do not divide it: see `TensorSplit.rows`.
     z_loss:     the factor of log(sum(exp(logits)))^2, which is added for each target (PaLM, Chowdhery et al. 2022).
     Called by:  every rank along the dim, with equal targets. All ranks return the same value.
     Gradient:   exact, for this rank's logits. Forward runs two small all_reduces: one for the maximum, and one for the sums
@@ -276,7 +302,8 @@ def cross_entropy(
         with suppress(IndexError):
             return _whole(logits, targets, ignore_index, reduction, label_smoothing)
     counted = targets != ignore_index
-    outside = outside_of(split, targets.where(counted, 0), logits.shape[-1] * split.size, "targets")
+    vocab = logits.shape[-1] * split.size if vocab_size is None else vocab_size
+    outside = outside_of(split, targets.where(counted, 0), vocab, "targets")
     if outside is not None:
         counted = counted & ~outside
     if whole:
@@ -284,7 +311,7 @@ def cross_entropy(
             logits, targets.where(counted, ignore_index), ignore_index, "sum", label_smoothing
         )
     else:
-        total = _CrossEntropy.apply(logits, targets, counted, split, label_smoothing, z_loss)
+        total = _CrossEntropy.apply(logits, targets, counted, split, vocab, label_smoothing, z_loss)
     if outside is not None:
         total = torch.where(outside.any(), torch.nan, total)
     return total / counted.sum() if reduction == "mean" else total
@@ -314,11 +341,12 @@ class _CrossEntropy(torch.autograd.Function):
         targets: Tensor,
         counted: Tensor,
         split: TensorSplit,
+        vocab: int,
         smoothing: float,
         z_loss: float,
     ) -> Tensor:
         rows, wide = logits.flatten(0, -2), wide_dtype(logits.dtype)
-        place, mine = owned(targets.flatten(), logits.shape[-1], split.coord)
+        place, mine = owned(targets.flatten(), logits.shape[-1], split.rows(vocab)[0])
         counted = counted.flatten()
         highest = rows.amax(-1).to(wide)
         if split.size > 1:
@@ -333,7 +361,6 @@ class _CrossEntropy(torch.autograd.Function):
             mine & counted, 0
         )
         sums = [total, target]
-        vocab = rows.shape[-1] * split.size
         if smoothing:
             # The mean of all logits of a row, less the highest one.
             sums.append(
@@ -370,7 +397,7 @@ class _CrossEntropy(torch.autograd.Function):
             target = mine.unsqueeze(-1).to(most.dtype) * (ctx.smoothing - 1)
             softmax.scatter_add_(-1, place.unsqueeze(-1), target)
             torch.mul(softmax, (grad * counted).unsqueeze(-1), out=into)
-        return gradient, None, None, None, None, None
+        return gradient, *[None] * 6
 
 
 def _parts(x: Tensor, of: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,21 @@ from meshcomm.transfer.fused import Kept, joined, unfused
 from meshcomm.transfer.tensors import own_regions
 
 
-def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn.Parameter:
+def parameter_of(
+    mesh: Mesh, data: Tensor, axes: Mapping[str, int | None], shape: Sequence[int] | None = None
+) -> nn.Parameter:
     """Return a parameter whose part on this rank is `data`. axes: maps dims of one view to the axis that is split along
-    each dim, or to None if the ranks along the dim hold equal data. Dims of one rank do not count.
+    each dim, or to None if the ranks along the dim hold equal data. Dims of one rank do not count. shape: the full shape, which
+    is required if the parts differ in size.
     """
     axes = {dim: axis for dim, axis in axes.items() if mesh.size(dim) > 1}
     if axes:
         placements = [Replicate() if axis is None else Shard(axis) for axis in axes.values()]
-        data = DTensor.from_local(data, mesh[tuple(axes)], placements, run_check=False)
+        full = None if shape is None else torch.Size(shape)
+        stride = None if full is None else torch.empty(full, device="meta").stride()
+        data = DTensor.from_local(
+            data, mesh[tuple(axes)], placements, run_check=False, shape=full, stride=stride
+        )
     return nn.Parameter(data)
 
 
@@ -33,7 +40,7 @@ def split_parameter(mesh: Mesh, old: Tensor, axes: Mapping[str, int | None]) -> 
     for dim, axis in axes.items():
         if axis is not None:
             value = value.chunk(mesh.size(dim), axis)[mesh.coord(dim)]
-    split = parameter_of(mesh, value.clone(memory_format=torch.contiguous_format), axes)
+    split = parameter_of(mesh, value.clone(memory_format=torch.contiguous_format), axes, old.shape)
     split.requires_grad_(old.requires_grad)
     return split
 
@@ -82,7 +89,9 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
             # The gradient is itself differentiated.
-            return DTensor.from_local(gradient, ctx.where.mesh, ctx.where.placements, run_check=False)
+            where = ctx.where
+            full = {"shape": where.tensor_meta.shape, "stride": where.tensor_meta.stride}
+            return DTensor.from_local(gradient, where.mesh, where.placements, run_check=False, **full)
         # The gradient needs the parameter's strides, because a fused optimizer reads both in memory order.
         return dtensor_of(DTensor, gradient.contiguous(), ctx.where)
 

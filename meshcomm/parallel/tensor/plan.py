@@ -20,7 +20,7 @@ Entry: TypeAlias = str | Mapping[str, Any]
 
 # The options of each style. All except "split" also have "set".
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "column": ("parts", "output", "sequence"),
+    "column": ("parts", "output", "sequence", "heads"),
     "row": ("input", "sequence"),
     "vocab": ("sequence",),
     "latent": ("size",),
@@ -46,6 +46,8 @@ class Rule:
     split.
 
     own: the axis along which each parameter that the plan names is split.
+    heads: the number of heads of a column-parallel layer, if it may be smaller than the number of ranks; else 0.
+    copied: whether it is smaller, so that every rank has the whole weight.
     """
 
     style: str = ""
@@ -56,6 +58,8 @@ class Rule:
     axis: int | None = None
     args: tuple[int | str, ...] = (0,)
     shared: bool = False
+    heads: int = 0
+    copied: bool = False
     size: int = 0
     set: Mapping[str, Any] = field(default_factory=dict)
     own: Mapping[str, int] = field(default_factory=dict)
@@ -68,7 +72,7 @@ class Rule:
         """Return the axis along which a parameter of `part` is split, or None if it is not split."""
         if key in self.own:
             return self.own[key]
-        if self.style not in _KINDS or (self.style == "row" and key == "bias"):
+        if self.style not in _KINDS or (self.style == "row" and key == "bias") or self.copied:
             return None
         axis = _KINDS[self.style][1]
         return 1 - axis if is_conv1d(part) and key == "weight" else axis
@@ -100,7 +104,7 @@ def rules_of(
     split: TensorSplit, module: nn.Module, plan: Mapping[str, Entry]
 ) -> tuple[dict[str, Rule], list[str]]:
     """Return each part's rule by the part's name, and the problems in the plan for this module and split."""
-    read = {pattern: _rule(entry) for pattern, entry in plan.items()}
+    read = {pattern: _rule(entry, split) for pattern, entry in plan.items()}
     problems = [f'"{pattern}": {problem}' for pattern, problem in read.items() if isinstance(problem, str)]
     names = dict(module.named_modules(remove_duplicate=False))
     owners = {
@@ -125,7 +129,7 @@ def rules_of(
     return rules, problems + unmatched + list(_problems(split, module, names, rules))
 
 
-def _rule(entry: object) -> Rule | str:
+def _rule(entry: object, split: TensorSplit) -> Rule | str:
     """Return the rule that an entry describes, or the problem with the entry."""
     if isinstance(entry, str):
         style, _, more = entry.partition(":")
@@ -161,6 +165,9 @@ def _rule(entry: object) -> Rule | str:
     numbers = parts if isinstance(parts, tuple) else (parts,)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
         return f"parts is {parts!r}; it must be a number of equal parts, such as 3, or a list of sizes"
+    heads = options_of_entry.get("heads", 0)
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 0 or (heads and parts != 1):
+        return f"heads is {heads!r}; it must be the number of heads of a column without parts, such as 2"
     args = options_of_entry.get("args", (0,))
     if not isinstance(args, (list, tuple)) or not all(isinstance(arg, (int, str)) for arg in args):
         return f"args is {args!r}; it must list arguments of forward, as in [0] or ['hidden_states']"
@@ -170,7 +177,8 @@ def _rule(entry: object) -> Rule | str:
         return f"shared is {options_of_entry['shared']!r}; it must be true or false"
     if not isinstance(options_of_entry.get("set", {}), Mapping):
         return f'set is {options_of_entry["set"]!r}; it must map attributes to values, as in {{"heads": "split"}}'
-    return Rule(**{**options_of_entry, "style": style, "args": tuple(args)})
+    copied = split.shares_heads(heads)
+    return Rule(**{**options_of_entry, "style": style, "args": tuple(args), "copied": copied})
 
 
 def _match(
@@ -271,13 +279,24 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
         return f'style "latent" needs an nn.Linear with more outputs than its size, {rule.size}, which must be above 0'
     if style not in _KINDS:
         return ""
-    kind, _ = _KINDS[style]
+    kind = nn.Linear if style == "vocab" and isinstance(part, nn.Linear) else _KINDS[style][0]
     if not is_conv1d(part) and (not isinstance(part, kind) or type(part).forward is not kind.forward):
         with_forward = " with its own forward" if isinstance(part, kind) else ""
         return f'style "{style}" splits an nn.{kind.__name__}, but this is not one{with_forward}'
     if part._parameters.get("weight") is None:
         return "its weight is computed from other parameters (a parametrization) and cannot be split"
     size = part.get_parameter("weight").shape[rule.axis_of(part, "weight") or 0]
+    if rule.heads and (size % rule.heads or not (rule.copied or rule.heads % n == 0)):
+        ways = f"{rule.heads} % {n} and {n} % {rule.heads} are not 0"
+        return f"its {size} outputs are those of {rule.heads} heads, which {n} ranks cannot share: {ways}"
+    if rule.copied:
+        return (
+            ""
+            if not is_conv1d(part) and rule.output == "split"
+            else "heads that ranks share need an nn.Linear"
+        )
+    if style == "vocab" and (n - 1) * -(-size // n) >= size:
+        return f"its {size} rows leave none for the last of {n} ranks along {split.dim}"
     if style != "vocab":
         what = "outputs" if style == "column" else "inputs"
         sizes = rule.sizes(size)
@@ -288,13 +307,14 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
         counts = {*sizes, Parts(sizes).units}
     else:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(part, option) not in (None, False):
+            if getattr(part, option, None) not in (None, False):
                 return f"an embedding with {option} cannot be split"
-        counts, what = {size}, "rows"
+        return ""
     odd = [
         f"{s} {what} are not divisible by {split.dim}: {s} % {n} = {s % n}" for s in sorted(counts) if s % n
     ]
-    return odd[0] if odd else ""
+    vocab = '; style "vocab" splits a head whose outputs the ranks do not divide' if style == "column" else ""
+    return odd[0] + vocab if odd else ""
 
 
 def _attributes(split: TensorSplit, part: nn.Module, values: Mapping[str, Any]) -> Iterator[str]:

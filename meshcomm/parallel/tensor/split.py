@@ -71,23 +71,24 @@ class TensorSplit:
 
     # -- parameters -----------------------------------------------------------------------------
 
-    def parameter(self, *shape: int, axis: int | None) -> nn.Parameter:
-        """Return an uninitialized parameter with the full `shape`.
+    def parameter(self, *shape: int, axis: int | None, uneven: bool = False) -> nn.Parameter:
+        """Return an uninitialized parameter with the full `shape`. uneven: see `rows`.
 
         The parameter is a DTensor on `mesh[dim]`: Shard(axis), or Replicate if axis is None. Optimizers and checkpoints
         therefore see the full tensor, and layers compute with `local(parameter)`. If nothing is split, it
         is a plain tensor.
         """
         part = list(shape)
-        if axis is not None:
+        if axis is not None and uneven:
+            part[axis] = self.rows(shape[axis])[1]
+        elif axis is not None:
             part[axis] = self.share(shape[axis], f"axis {axis} of a weight of shape {shape}")
-        return parameter_of(
-            self.mesh, torch.empty(part, dtype=self.dtype, device=self.device), self._axes(axis)
-        )
+        data = torch.empty(part, dtype=self.dtype, device=self.device)
+        return parameter_of(self.mesh, data, self._axes(axis), shape)
 
-    def parameter_from(self, value: Tensor, axis: int | None) -> nn.Parameter:
+    def parameter_from(self, value: Tensor, axis: int | None, uneven: bool = False) -> nn.Parameter:
         """Like `parameter`, but copy this rank's part of `value`, in the dtype and on the device of `value`."""
-        if axis is not None:
+        if axis is not None and not uneven:
             self.share(value.shape[axis], f"axis {axis} of a weight of shape {tuple(value.shape)}")
         return split_parameter(self.mesh, value, self._axes(axis))
 
@@ -104,6 +105,32 @@ class TensorSplit:
                 hint=f"{-(-whole // self.size) * self.size}, or a smaller {self.dim}",
             )
         return whole // self.size
+
+    def rows(self, whole: int) -> tuple[int, int]:
+        """Return the first and the number of this rank's rows of a table of `whole` rows. As with torch.chunk, the last rank has
+        fewer if the ranks do not divide the number. Raises ShapeError if it has none.
+        """
+        most = -(-whole // self.size)
+        if whole and most * (self.size - 1) >= whole:
+            raise ShapeError(
+                f'a vocabulary cannot be split along "{self.dim}"',
+                given=f"{whole} rows, and {self.size} ranks along {self.dim}",
+                expected="at least one row for the last rank",
+                hint=f"a smaller {self.dim}",
+            )
+        return self.coord * most, min(most, whole - self.coord * most)
+
+    def shares_heads(self, heads: int) -> bool:
+        """Return whether a layer's heads are fewer than the ranks, so that several ranks compute each. 0: no heads."""
+        return 0 < heads < self.size and self.size % heads == 0
+
+    def share_heads(self, module: Any, heads: int, rows: int) -> None:
+        """Make a column-parallel layer, which every rank holds in full, compute this rank's one of `heads` heads, with its part
+        of all `rows` rows. Its gradients are partial, also without sequence_parallel.
+        """
+        each, head = rows // heads, self.coord * heads // self.size
+        module.meshcomm_rows = slice(head * each, (head + 1) * each)
+        self.partial(module, "weight", "bias", always=True)
 
     # -- activations ----------------------------------------------------------------------------
 

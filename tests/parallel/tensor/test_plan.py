@@ -41,7 +41,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "layers.*.attn.q",
         {"style": "column", "part": 2},
-        "has no option 'part'; its options are style, parts, output, sequence, set",
+        "has no option 'part'; its options are style, parts, output, sequence, heads, set",
     ),
     (
         "layers.*.attn.q",
@@ -55,7 +55,13 @@ WRONG: list[tuple[str, Any, str]] = [
     ("layers.0.attn.q", {"style": "row"}, 'is matched by "layers.*.attn.[qkv]" and by "layers.0.attn.q"'),
     ("layers.0", "heads", 'has style "heads", but "layers.0.attn.q" inside it has another style'),
     ("head", "row", '"embed.weight" and "head.weight" are one parameter and would be split differently'),
-    ("ten", "vocab", '"ten", a Embedding: 10 rows are not divisible by tp: 10 % 4 = 2'),
+    ("odd", "vocab", '"odd", a Linear: its 6 rows leave none for the last of 4 ranks along tp'),
+    (
+        "odd",
+        {"style": "column", "heads": 3},
+        "its 6 outputs are those of 3 heads, which 4 ranks cannot share",
+    ),
+    ("odd", {"style": "column", "heads": 2, "parts": 2}, "heads is 2; it must be the number of heads"),
     ("capped", "vocab", "an embedding with max_norm cannot be split"),
 ]
 
