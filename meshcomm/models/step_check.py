@@ -294,7 +294,9 @@ class StepCheck:
 
         if "groups" in settings:
             groups = train.groups.items()
-            settings["groups"] = {pattern: dict(group) for pattern, group in groups if matches(pattern)}
+            settings["groups"] = {
+                pattern: group.model_dump() for pattern, group in groups if matches(pattern)
+            }
         if "frozen" in settings:
             settings["frozen"] = list(filter(matches, train.frozen))
         if "optimizer_args" in settings:

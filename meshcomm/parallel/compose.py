@@ -147,6 +147,7 @@ class Engine:
         calls = any(stage.is_last for stage in self.stages)
         saved = [pair for pair in local.named if model.saves_all or pair[1].requires_grad]
         self._state = State(list(self.modules), self.optimizer, saved, model.tied, loss if calls else None)
+        self.check_optimizer = self._state.check_optimizer
         self._norm = GradientNorm(
             mesh,
             local.named,

@@ -87,7 +87,7 @@ class State:
         self._parts = [
             part
             for part in parts
-            if type(part).__module__.startswith("torch.optim.")
+            if type(part).__module__.startswith(("torch.optim.", "meshcomm."))
             and all(
                 any(group is param_group for param_group in optimizer.param_groups)
                 for group in part.param_groups
@@ -131,6 +131,8 @@ class State:
                 tensors[full] = self._before(name, tensor) if tensor.shape == parameter.shape else tensor
             facts: dict[str, Any] = {"also": self._also.get(name), "state": rest}
             facts["group"] = groups.get(id(parameter))
+            if (holder := self._holder(parameter)) is not self._optimizer:
+                facts["optimizer"] = type(holder).__name__
             if facts := {key: fact for key, fact in facts.items() if fact}:
                 tensors[OF_PARAMETER + name] = _plain(f"the optimizer's state of {name}", facts)
         tensors |= self._of_loss()
@@ -335,9 +337,8 @@ class State:
             for name, parameter in named
         }
         learning = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        optimizer, kind = self._optimizer, type(self._optimizer).__name__
-        if (held_of or any("state" in fact for fact in facts.values())) and training["optimizer"] != kind:
-            raise unfit("the optimizer's state", f"that of {training['optimizer']}", f"that of {kind}")
+        optimizer = self._optimizer
+        self.check_optimizer(training["optimizer"], facts, bool(held_of))
         for one in (*self._parts, optimizer):
             one.state.clear()
         for name, parameter in named:
@@ -349,6 +350,18 @@ class State:
         vars(optimizer).update(_values(self._attributes))
         vars(optimizer).update(training.get("attributes", {}))
         self._put_groups(facts, training.get("scheduler"), steps)
+
+    def check_optimizer(
+        self, made_by: str, facts: Mapping[str, Mapping[str, Any]], has_tensors: bool
+    ) -> None:
+        """Raise TrainingError if a checkpoint has the state of another optimizer. facts: the plain data of each parameter."""
+        kind = type(self._optimizer).__name__
+        if (has_tensors or any("state" in fact for fact in facts.values())) and made_by != kind:
+            raise unfit("the optimizer's state", f"that of {made_by}", f"that of {kind}")
+        for name, parameter in self._named:
+            before, now = facts.get(name, {}).get("optimizer"), type(self._holder(parameter)).__name__
+            if before is not None and before != now:
+                raise unfit(f"the optimizer's state of {name}", f"that of {before}", f"that of {now}")
 
     def _room_for_optimizer(self, kinds: Kinds) -> dict[str, dict[str, Tensor]]:
         hosted = {
