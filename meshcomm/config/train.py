@@ -200,6 +200,8 @@ class TrainConfig(Section):
         NoEffect("resume_changed", "resume", way="resume = true"),
         NoEffect("eval_batches evaluate patience target_loss", "eval_every", way="eval_every = 100"),
         NoEffect("min_delta", "patience", way="patience = 3"),
+        NoEffect("evaluate_ema", "eval_every", way="eval_every = 100"),
+        NoEffect("evaluate_ema", "ema", way="ema = 0.999"),
         partial(
             too_large, field="warmup_steps", limit="steps", why="the warm-up is longer than the training"
         ),
@@ -250,6 +252,15 @@ class TrainConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens if a step's loss or gradient norm is not finite. The step is never applied. With "stop", the run ends.
     With "skip", the run continues with the next step, and ends after 10 such steps in a row.
+    """
+    on_unused: Literal["error", "zero"] = "error"
+    """What happens if a parameter gets no gradient in a step. With "error", the step is not applied, and every rank names such
+    parameters. With "zero", a rank that does not use a parameter adds zeros to its gradient, and the optimizer updates it as
+    usual, with weight decay.
+    """
+    ema: float | None = Field(default=None, gt=0, lt=1, examples=[0.999])
+    """Decay of a moving average of the weights, which is updated after each applied step and saved in checkpoints. If omitted,
+    there is none.
     """
     check: bool = True
     """Before training, compare two steps of a small copy of the model, loss and optimizer with plain torch on one process. See
@@ -307,6 +318,8 @@ class TrainConfig(Section):
     """With eval_every: module:function, called on every rank with the Trainer. The function returns the validation loss,
     or a mapping from names to numbers. If omitted, no function is called.
     """
+    evaluate_ema: bool = False
+    """With eval_every and ema: evaluate the moving average of the weights."""
     eval_batches: int | None = Field(default=None, ge=1)
     """With eval_every: number of global batches per evaluation, the same batches each time. If omitted, all full batches are
     evaluated.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
                 "Muon updates only matrices",
                 given=listed([*others.values()]),
                 expected="real parameters with two axes, or experts' stacks of them",
-                hint=f'train.groups = {{ "{[*others.values()][0]}" = {{ optimizer = "adamw" }}, ... }}, before patterns of more parameters',
+                hint=f'train.groups = {{ "{next(iter(others.values()))}" = {{ optimizer = "adamw" }}, ... }}, before patterns of more parameters',
             )
 
     @torch.no_grad()
