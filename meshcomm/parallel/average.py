@@ -38,7 +38,8 @@ class Average:
     def update(self, spoilt: Tensor) -> None:
         """Add the weights of now, unless the scalar `spoilt` is nonzero. Does not wait for the device."""
         applied = (spoilt == 0).to(self.steps)
-        weight = applied * torch.where(self.steps == 0, 1.0, 1 - self._decay)
+        # In float64: torch.where of two numbers would be float32.
+        weight = applied * torch.full_like(self.steps, 1 - self._decay).masked_fill_(self.steps == 0, 1.0)
         self.steps += applied
         for name, parameter in self._parameters.items():
             now = local(parameter)

@@ -196,7 +196,7 @@ def told(config: Config, saved: Path, **more: Any) -> str:
     [
         # The first pattern that matches applies, so this matrix was updated by Muon.
         (
-            {"*.qkv.weight": {"optimizer": "adamw"}, **dict.fromkeys(MATRICES[1:4], {"optimizer": "muon"})},
+            {"*.qkv.weight": {"optimizer": "adamw"}, **{key: {"optimizer": "muon"} for key in MATRICES[1:4]}},
             {},
             ("optimizer's state of blocks.0.qkv.weight", "that of Muon", "that of AdamW"),
         ),
