@@ -147,9 +147,9 @@ class Engine:
         loss = module_of(None if model.own_loss is None else model.own_loss.function)
         calls = any(stage.is_last for stage in self.stages)
         saved = [pair for pair in local.named if model.saves_all or pair[1].requires_grad]
-        self._average = None if train.ema is None else Average(saved, train.ema, mesh.device)
+        self.average = None if train.ema is None else Average(saved, train.ema, mesh.device)
         self._state = State(
-            list(self.modules), self.optimizer, saved, model.tied, loss if calls else None, self._average
+            list(self.modules), self.optimizer, saved, model.tied, loss if calls else None, self.average
         )
         self.check_optimizer = self._state.check_optimizer
         self._norm = GradientNorm(
@@ -189,14 +189,14 @@ class Engine:
 
     def averaged(self) -> AbstractContextManager[None]:
         """In this context, the weights are their moving averages. Raises ConfigError without train.ema."""
-        if self._average is None:
+        if self.average is None:
             raise ConfigError(
                 "there is no moving average of the weights",
                 given="no train.ema",
                 expected="a decay",
                 hint="train.ema = 0.999",
             )
-        return self._average.swapped()
+        return self.average.swapped()
 
     def step(
         self,
@@ -222,8 +222,8 @@ class Engine:
                    between ranks that must have the same samples, or are equal between ranks that must not. A step whose
                    loss or gradient norm is not finite is not applied. With train.on_nonfinite = "stop", later steps are not applied either.
         """
-        if self._average is not None:
-            self._average.check()
+        if self.average is not None:
+            self.average.check()
         number = self.done + 1 if number is None else number
         batch = self._batches.prepared(Batch(inputs, targets, documents))
         inputs, targets = batch.inputs, batch.targets
@@ -299,8 +299,8 @@ class Engine:
         if self.before_update is not None:
             self.before_update()
         self._update.step(step.number, step.spoilt)
-        if self._average is not None:
-            self._average.update(step.spoilt)
+        if self.average is not None:
+            self.average.update(step.spoilt)
 
     def _value(self, x: Tensor) -> float:
         """Wait for a scalar on the device and return its value.
