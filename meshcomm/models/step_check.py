@@ -43,7 +43,7 @@ _TOKENS: Final = 16
 # The settings of [train] that determine what a step computes.
 _SETTINGS: Final = (
     *("optimizer", "optimizer_args", "lr", "weight_decay", "betas", "eps", "groups", "frozen"),
-    *("label_smoothing", "z_loss", "clip_norm"),
+    *("label_smoothing", "z_loss", "clip_norm", "on_unused"),
 )
 
 

@@ -379,7 +379,8 @@ class Steps:
 
     def _evaluate(self, step: int) -> None:
         self._evaluation = self._evaluator.after(step, self._start.tokens_per_step)
-        if (scheduler := self._engine.scheduler) is not None and takes_metric(scheduler):
+        scheduler: Any = self._engine.scheduler
+        if scheduler is not None and takes_metric(scheduler):
             scheduler.step(self._evaluation.validation_loss)
         self._cost.compare_counts()
         if self._metrics is not None:

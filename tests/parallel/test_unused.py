@@ -120,7 +120,8 @@ def trained(config: Config) -> list[dict[str, Tensor] | str]:
 
 @pytest.mark.parametrize("dims", ["dp=2", "fsdp=2", "tp=2", "pp=2", "fsdp=2 tp=2"])
 def test_zeros_are_gradients_of_zeros(dims: str) -> None:
-    config = config_of(dims, on_unused="zero")
+    # The check before training does the same on a small copy.
+    config = config_of(dims, on_unused="zero", check=dims == "tp=2")
     expected, names = by_hand(), set[str]()
     for rank in trained(config):
         assert isinstance(rank, dict)
