@@ -311,6 +311,8 @@ z_loss = 1e-4
 check = false
 frozen = ["embed*"]
 on_nonfinite = "stop"
+on_unused = "error"
+ema = 0.999
 seed = 1
 dtype = "float32"
 compute_dtype = "bfloat16"
@@ -330,6 +332,7 @@ eval_every = 100
 eval_batches = 20
 evaluate = "my_package.judge:accuracy"
 patience = 3
+evaluate_ema = true
 min_delta = 0.01
 target_loss = 1.2
 log_to = ["tensorboard"]
@@ -357,6 +360,17 @@ micro_batch_size = 4
 [train.groups."embed*"]
 lr = 0.1
 weight_decay = 0.0
+""",
+        """\
+[train]
+steps = 600
+global_batch_size = 32
+micro_batch_size = 4
+
+[train.groups."*.attn.w?.weight"]
+lr = 2.0
+optimizer = "muon"
+optimizer_args = { adjust_lr_fn = "match_rms_adamw" }
 """,
     ),
 }

@@ -42,6 +42,10 @@ def export(
             "--merged", help="Write the full model to a folder, with [model.lora] merged into its weights."
         ),
     ] = False,
+    ema: Annotated[
+        bool,
+        typer.Option("--ema", help="Write the moving averages of train.ema in place of the weights."),
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -86,8 +90,8 @@ def export(
         most = SHARD_BYTES if shard_gb is None else int(shard_gb * 1e9)
         kind = None if dtype is None else getattr(torch, dtype)
         write = export_merged if merged else export_pretrained
-        moved = write(source, target, dtype=kind, shard_bytes=most)
+        moved = write(source, target, dtype=kind, shard_bytes=most, ema=ema)
     else:
-        moved = export_weights(source, target)
+        moved = export_weights(source, target, ema=ema)
     size = f"{moved.tensors} tensors, {moved.bytes / 1e6:.1f} MB"
     typer.echo(f"{moved.source} -> {moved.target}: step {moved.step}, {size}")

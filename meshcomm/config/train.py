@@ -30,11 +30,15 @@ from meshcomm.config.write import toml
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 
+Optimizer = Literal[
+    "adamw", "adam", "nadam", "radam", "adamax", "sgd", "rmsprop", "adagrad", "adadelta", "asgd", "rprop"
+]
+
 # The value of `tokenizer` that makes each byte a token.
 BYTES: Final = "bytes"
 
-_WITH_BETAS: Final = ("adamw", "adam", "nadam", "radam", "adamax")
-_WITH_EPS: Final = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
+WITH_BETAS: Final = ("adamw", "adam", "nadam", "radam", "adamax")
+WITH_EPS: Final = (*WITH_BETAS, "rmsprop", "adagrad", "adadelta")
 
 
 def _token_weights(data: DataConfig) -> Iterator[Problem]:
@@ -165,13 +169,20 @@ class DataConfig(Section):
 
 
 class GroupConfig(Section):
-    """One entry of `[train.groups]`: parameters with a different learning rate or weight decay."""
+    """One entry of `[train.groups]`: parameters with a different learning rate, weight decay or optimizer."""
 
     place = "train.groups"
+    rules = (NoEffect("optimizer_args", "optimizer", way='optimizer = "muon"'),)
     lr: float = Field(default=1.0, ge=0)
     """Factor for the learning rate."""
     weight_decay: float = Field(default=1.0, ge=0)
     """Factor for the weight decay."""
+    optimizer: Literal["muon", Optimizer] | None = Field(default=None, examples=["muon"])
+    """The torch.optim class for these parameters. muon takes matrices only. If omitted, train.optimizer is used."""
+    optimizer_args: FrozenTable[float | int | bool | str] = Field(
+        default_factory=Table, examples=[{"adjust_lr_fn": "match_rms_adamw"}]
+    )
+    """With optimizer: keyword arguments, as for train.optimizer_args."""
 
 
 def _decay(train: TrainConfig) -> Iterator[Problem]:
@@ -208,9 +219,10 @@ class TrainConfig(Section):
 
     place = "train"
     rules = (
-        NoEffect("betas", "optimizer", _WITH_BETAS, 'optimizer = "adamw"'),
-        NoEffect("state_dtype", "optimizer", (*_WITH_BETAS, "sgd", "rmsprop"), 'optimizer = "adamw"'),
-        NoEffect("eps", "optimizer", _WITH_EPS, 'optimizer = "adamw"'),
+        NoEffect("betas", "optimizer", WITH_BETAS, 'optimizer = "adamw"'),
+        NoEffect("state_dtype", "optimizer", (*WITH_BETAS, "sgd", "rmsprop"), 'optimizer = "adamw"'),
+        NoEffect("weight_decay", "optimizer", (*WITH_EPS, "sgd", "asgd"), 'optimizer = "adamw"'),
+        NoEffect("eps", "optimizer", WITH_EPS, 'optimizer = "adamw"'),
         NoEffect("decay_steps", "schedule", ("wsd",), 'schedule = "wsd"'),
         NoEffect("min_lr_ratio", "schedule", ("cosine", "linear", "wsd"), 'schedule = "cosine"'),
         NoEffect("compute_dtype float32_matmul_precision", "dtype", ("float32",), 'dtype = "float32"'),
@@ -218,6 +230,8 @@ class TrainConfig(Section):
         NoEffect("resume_changed", "resume", way="resume = true"),
         NoEffect("eval_batches evaluate patience target_loss", "eval_every", way="eval_every = 100"),
         NoEffect("min_delta", "patience", way="patience = 3"),
+        NoEffect("evaluate_ema", "eval_every", way="eval_every = 100"),
+        NoEffect("evaluate_ema", "ema", way="ema = 0.999"),
         partial(
             too_large, field="warmup_steps", limit="steps", why="the warm-up is longer than the training"
         ),
@@ -239,10 +253,10 @@ class TrainConfig(Section):
     """With cosine, linear and wsd: final learning rate, as a fraction of lr."""
     decay_steps: int | None = Field(default=None, ge=1)
     """With wsd: number of final steps over which the learning rate decays. If omitted, it is a tenth of all steps."""
-    optimizer: Literal[
-        "adamw", "adam", "nadam", "radam", "adamax", "sgd", "rmsprop", "adagrad", "adadelta"
-    ] = "adamw"
-    """The torch.optim class. For any other optimizer, use meshcomm.train.Trainer(optimizer=...)."""
+    optimizer: Optimizer = "adamw"
+    """The torch.optim class, for all parameters for which groups does not name another. For any other optimizer, use
+    meshcomm.train.Trainer(optimizer=...).
+    """
     optimizer_args: FrozenTable[float | int | bool] = Field(
         default_factory=Table, examples=[{"momentum": 0.9}]
     )
@@ -254,7 +268,7 @@ class TrainConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     """The optimizer's epsilon. The default is 1e-08 for adamw and torch's default for any other optimizer."""
     groups: FrozenTable[GroupConfig] = Field(default_factory=Table, examples=[{"embed*": {"lr": 0.1}}])
-    """Factors for lr and weight_decay, by patterns of parameter names. The first pattern that matches applies."""
+    """Factors for lr and weight_decay, and optimizers, by patterns of parameter names. The first pattern that matches applies."""
     frozen: FrozenList[Text] = Field(default=(), examples=[["*.indexer.*", "model.embed_tokens.*"]])
     """Name patterns of parameters to freeze. Frozen parameters have no gradient and no optimizer state. Default []: none."""
     label_smoothing: Fraction = 0.0
@@ -268,6 +282,15 @@ class TrainConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens if a step's loss or gradient norm is not finite. The step is never applied. With "stop", the run ends.
     With "skip", the run continues with the next step, and ends after 10 such steps in a row.
+    """
+    on_unused: Literal["error", "zero"] = "error"
+    """What happens if a parameter gets no gradient in a step. With "error", the step is not applied, and every rank names such
+    parameters. With "zero", a rank that does not use a parameter adds zeros to its gradient, and the optimizer updates it as
+    usual, with weight decay.
+    """
+    ema: float | None = Field(default=None, gt=0, lt=1, examples=[0.999])
+    """Decay of a moving average of the weights, which is updated after each applied step and saved in checkpoints. If omitted,
+    there is none.
     """
     check: bool = True
     """Before training, compare two steps of a small copy of the model, loss and optimizer with plain torch on one process. See
@@ -325,6 +348,8 @@ class TrainConfig(Section):
     """With eval_every: module:function, called on every rank with the Trainer. The function returns the validation loss,
     or a mapping from names to numbers. If omitted, no function is called.
     """
+    evaluate_ema: bool = False
+    """With eval_every and ema: evaluate the moving average of the weights."""
     eval_batches: int | None = Field(default=None, ge=1)
     """With eval_every: number of global batches per evaluation, the same batches each time. If omitted, all full batches are
     evaluated.

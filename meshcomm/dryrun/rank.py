@@ -225,6 +225,7 @@ def counted_step(
             for module in engine.modules.modules():
                 names.module(module)
             names.optimizer(engine.optimizer)
+            ledger.call_it("optimizer", [] if engine.average is None else engine.average.values.values())
             replayed: list[Traffic] = []
             earlier, before = mesh.stats(), ledger.now()
             ledger.restart()

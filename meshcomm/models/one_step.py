@@ -295,6 +295,9 @@ def plain(program: Program, config: Config, *, silent: bool = True, pieces: int 
                 for name, pairs in parts.items()
             }
             means["loss"].backward()
+            for parameter in named.values() if train.on_unused == "zero" else ():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
             results = {name: float(mean.detach()) for name, mean in means.items()}
             grads = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
             dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads.values()]

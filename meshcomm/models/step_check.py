@@ -43,7 +43,7 @@ _TOKENS: Final = 16
 # The settings of [train] that determine what a step computes.
 _SETTINGS: Final = (
     *("optimizer", "optimizer_args", "lr", "weight_decay", "betas", "eps", "groups", "frozen"),
-    *("label_smoothing", "z_loss", "clip_norm"),
+    *("label_smoothing", "z_loss", "clip_norm", "on_unused"),
 )
 
 
@@ -294,7 +294,9 @@ class StepCheck:
 
         if "groups" in settings:
             groups = train.groups.items()
-            settings["groups"] = {pattern: dict(group) for pattern, group in groups if matches(pattern)}
+            settings["groups"] = {
+                pattern: group.model_dump() for pattern, group in groups if matches(pattern)
+            }
         if "frozen" in settings:
             settings["frozen"] = list(filter(matches, train.frozen))
         if "optimizer_args" in settings:

@@ -143,8 +143,9 @@ class LocalModel:
         self._versions = [tensor._version for _, tensor in self._unchanged]
         self.check_hooks(named)
 
-    def finish_step(self) -> None:
-        """Called after the last backward pass. Sums gradients and, as DDP does, broadcasts the first rank's buffers.
+    def finish_step(self) -> list[str]:
+        """Called after the last backward pass. Sums gradients and, as DDP does, broadcasts the first rank's buffers. Returns the
+        parameters that got no gradient on this rank, without those that may have none.
 
         Raises UnsupportedOp if a forward pass has changed a parameter.
         """
@@ -156,8 +157,7 @@ class LocalModel:
                 expected="changes that do not depend on how samples are divided among ranks",
                 hint="register_buffer, of which all ranks take the first rank's values after each step",
             )
-        for gradients in self.gradients:
-            gradients.finish()
+        missing = [name for gradients in self.gradients for name in gradients.finish(raises=False)]
         for module in self.modules:
             self.splits.tensor.finish_gradients(module)
         if self.splits.gradients and self._buffers:
@@ -167,6 +167,7 @@ class LocalModel:
             )
         if self._tied is not None:
             self._tied.sum_gradients()
+        return missing
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         tied = self._tied_weight()
@@ -317,6 +318,7 @@ class LocalModel:
             MixedPrecisionPolicy(self._compute_dtype, dtype, cast_forward_inputs=False),
             experts=parallel.expert_gradient_dims(mesh.layout.views) if parallel.expert else None,
             reshard=parallel.reshards(self._ranks),
+            zeros=self._train.on_unused == "zero",
         )
 
     def _fill(self, filled: bool) -> None:
@@ -333,7 +335,12 @@ class LocalModel:
         hooks = schedule_properties(parallel.options.schedule).hooks_fire or self._ranks == 1
         kinds = [separate(module) for module in self.modules]
         settings: dict[str, Any] = {"bucket_mb": parallel.options.bucket_mb, "hooks": hooks}
-        settings |= {"op": "sum", "microbatches": self.microbatches, "broadcast": False}
+        settings |= {
+            "zeros": self._train.on_unused == "zero",
+            "op": "sum",
+            "microbatches": self.microbatches,
+            "broadcast": False,
+        }
         of_experts = parallel.gradient_dims
         if parallel.expert:
             of_experts = parallel.expert_gradient_dims(mesh.layout.views)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.config import Config
-from meshcomm.errors import TrainingError, UnsupportedOp
+from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
+from meshcomm.parallel.average import Average
 from meshcomm.parallel.batch import Batch, Batches
 from meshcomm.parallel.build import LocalModel
 from meshcomm.parallel.expert.load import Loads
@@ -149,7 +150,11 @@ class Engine:
         loss = module_of(None if model.own_loss is None else model.own_loss.function)
         calls = any(stage.is_last for stage in self.stages)
         saved = [pair for pair in local.named if model.saves_all or pair[1].requires_grad]
-        self._state = State(list(self.modules), self.optimizer, saved, model.tied, loss if calls else None)
+        self.average = None if train.ema is None else Average(saved, train.ema, mesh.device)
+        self._state = State(
+            list(self.modules), self.optimizer, saved, model.tied, loss if calls else None, self.average
+        )
+        self.check_optimizer = self._state.check_optimizer
         self._norm = GradientNorm(
             mesh,
             local.named,
@@ -185,6 +190,17 @@ class Engine:
         """Return the weights of `own_parameters` in a checkpoint's layout, and the buffers that are saved with the weights."""
         return self._state.weights(without=self._local.copy)
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """In this context, the weights are their moving averages. Raises ConfigError without train.ema."""
+        if self.average is None:
+            raise ConfigError(
+                "there is no moving average of the weights",
+                given="no train.ema",
+                expected="a decay",
+                hint="train.ema = 0.999",
+            )
+        return self.average.swapped()
+
     def step(
         self,
         inputs: Any,
@@ -209,6 +225,8 @@ class Engine:
                    between ranks that must have the same samples, or are equal between ranks that must not. A step whose
                    loss or gradient norm is not finite is not applied. With train.on_nonfinite = "stop", later steps are not applied either.
         """
+        if self.average is not None:
+            self.average.check()
         number = self.done + 1 if number is None else number
         batch = self._batches.prepared(Batch(inputs, targets, documents))
         inputs, targets = batch.inputs, batch.targets
@@ -233,7 +251,7 @@ class Engine:
             more["samples"] = torch.arange(first, first + samples_of(inputs), device=self.mesh.device)
         with self._drawing(f"{number}"), shared_casts(), self._explained():
             loss = self._run(*self._loss.split(inputs, targets), **more)
-        self._local.finish_step()
+        missing = self._local.finish_step()
         self._loads.finish()
         if rows is not None:
             rows.finish()
@@ -243,12 +261,17 @@ class Engine:
         self._count = step_sum.divisor
         reached.summed = number
         norm = self._norm.norm()
+        if missing:
+            # Not finite on any rank, so that no rank applies the step.
+            norm = torch.full_like(norm, torch.nan)
         lr = self._update.set_rate(lr)
         # The range of ids is known only for tokens; other data is checked by the layers.
         are_ids = all(isinstance(x, Tensor) and not x.is_floating_point() for x in (inputs, targets))
         looks = self.model.vocab_size and self.mesh.is_async and are_ids
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
-        spoilt = self._results.add(number, lr, step_sum, norm, *ids, epoch=self.epoch)
+        spoilt = self._results.add(number, lr, step_sum, norm, *ids, epoch=self.epoch, missing=missing)
+        if not (self.mesh.is_async or self.mesh.is_fake) and spoilt.item():
+            self._results.check_used(number, missing)
         if self._recovers and self.mesh.is_async:
             # Queued calls may still be abandoned, so the step is decided only after they have finished.
             self._value(spoilt)
@@ -282,6 +305,8 @@ class Engine:
             self.before_update()
         self._update.step(step.number, step.spoilt)
         self._loads.apply(step.spoilt)
+        if self.average is not None:
+            self.average.update(step.spoilt)
 
     def _value(self, x: Tensor) -> float:
         """Wait for a scalar on the device and return its value.

@@ -63,6 +63,7 @@ class GradientSync:
             constructor, and a module's buffers in the constructor and after each step.
         hooks: whether backward calls post-accumulate-grad hooks. If not, as in a pipeline schedule that splits backward,
             `finish` sends all buckets.
+        zeros: whether a parameter without a gradient has a gradient of zeros on this rank, instead of an error.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class GradientSync:
         bucket_mb: float = 25,
         broadcast: bool = True,
         hooks: bool = True,
+        zeros: bool = False,
     ) -> None:
         if op not in ("avg", "sum"):
             raise TrainingError(
@@ -85,6 +87,7 @@ class GradientSync:
                 hint='"avg" if each rank\'s loss is a mean over its own samples, "sum" if it is a share of the global sum',
             )
         self._op, self._hooks, self._mesh = op, hooks, mesh
+        self._detects = hooks and not zeros
         self._dims = dims if dims is not None and mesh.size(dims) > 1 else None
         self._microbatches, self._bucket_mb = microbatches, bucket_mb
         self._broadcast = broadcast and self._dims is not None
@@ -206,22 +209,24 @@ class GradientSync:
                 slot.count = 0
                 slot.parameter.grad = slot.grad
 
-    def finish(self) -> None:
+    def finish(self, *, raises: bool = True) -> list[str]:
         """Wait until every `.grad` holds the mean or sum over `dims`. Call this after the last backward pass.
 
-        Raises TrainingError that names the parameters that got no gradient in this step.
+        Returns the parameters that got no gradient on this rank in this step. If `raises`, raises TrainingError that names them,
+        before it sends what is left.
         """
         self._active = False
         slots = self._slots
-        missing = [slot.name for slot in slots if self._hooks and not slot.count]
-        if not missing:
+        missing = [slot.name for slot in slots if self._detects and not slot.count]
+        if not (missing and raises):
             # A parameter that only some of the microbatches used leaves its bucket waiting.
             self._send(len(self._buckets))
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
-        check_complete(missing, len(slots))
+        if raises:
+            check_complete(missing, len(slots))
         replaced = [slot.name for slot in slots if slot.parameter.grad is not slot.grad or not slot.fits()]
         if replaced:
             raise TrainingError(
@@ -233,6 +238,7 @@ class GradientSync:
         for slot in slots:
             slot.version = slot.parameter._version
         self._send_buffers()
+        return missing
 
     def _accumulated(self, slot: _Slot) -> None:
         """Record that backward has accumulated into a parameter's gradient."""
@@ -412,5 +418,5 @@ def check_complete(missing: Sequence[str], total: int) -> None:
             f"{len(missing)} of {total} parameters got no gradient",
             given=listed(missing),
             expected="every parameter of the model to contribute to the loss",
-            hint="remove them, use them in forward, or freeze them: requires_grad = False, or train.frozen",
+            hint="remove them, use them in forward, or freeze them: requires_grad = False, or train.frozen; or GradientSync(..., zeros=True)",
         )

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
+from meshcomm.config.train import WITH_BETAS, WITH_EPS
 from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
+from meshcomm.parallel.muon import Muon, Several
 from meshcomm.parallel.narrow_state import narrowed
 from meshcomm.parallel.sparse import SparseRows, optimizers_in
 from meshcomm.parallel.split_update import check_apart, check_fused, check_kept, check_split
@@ -27,12 +29,12 @@ from meshcomm.transfer.fused import fused_parts
 
 # Creates an optimizer from parameter groups, like the classes of torch.optim.
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-# The classes of torch.optim by the names of train.optimizer.
+# The classes of torch.optim by the names of train.optimizer and train.groups.
 KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     name.lower(): getattr(torch.optim, name)
     for name in (
-        *("AdamW", "Adam", "NAdam", "RAdam", "Adamax"),
-        *("SGD", "RMSprop", "Adagrad", "Adadelta"),
+        *("AdamW", "Adam", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop"),
+        *("Adagrad", "Adadelta", "ASGD", "Rprop", "Muon"),
     )
 }
 _TORCH: Final = dirname(torch.__file__)
@@ -43,7 +45,7 @@ _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable",
 
 def decay_groups(
     module: nn.Module,
-    patterns: Mapping[str, Mapping[str, float]] | None = None,
+    patterns: Mapping[str, Mapping[str, Any]] | None = None,
     named: Iterable[tuple[str, nn.Parameter]] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of `module` for an optimizer, with each parameter in one group.
@@ -54,7 +56,8 @@ def decay_groups(
     call to mix the two. Experts' parameters, which are on other mesh dims, therefore have separate groups.
 
     patterns: maps name patterns ("*" matches any characters) to multipliers for `lr` and `weight_decay`. The first
-              pattern that matches a name applies. Groups of matched parameters have `lr_factor` and `decay_factor`, which `Update` applies.
+              pattern that matches a name applies. Groups of matched parameters have `lr_factor`, `decay_factor` and `pattern`, which
+              `grouped` applies and removes.
     named:    all parameters with the names that patterns match. If None, the names in `module`, also without their first component.
 
     Order: the order of `module.parameters()`, with matrices before vectors. Call this after fully_shard,
@@ -87,6 +90,7 @@ def decay_groups(
         if patterns and matching:
             factors = patterns[matching]
             group |= {"lr_factor": factors.get("lr", 1.0), "decay_factor": factors.get("weight_decay", 1.0)}
+            group["pattern"] = matching
         groups.setdefault((vector, where, matching), group)["params"].append(parameter)
     return list(groups.values()) or [{"params": []}]
 
@@ -115,29 +119,59 @@ def check_some_learn(frozen: Sequence[str], names: Sequence[str]) -> None:
 
 
 def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
-    """Return a function that creates the optimizer of `[train]`. If torch supports it, Adam and AdamW use fused steps; on a
-    GPU, any other optimizer uses foreach steps.
+    """Return a function that creates the optimizer of `[train]`, or those of `[train]` and its groups as one. If torch supports it,
+    Adam and AdamW use fused steps; on a GPU, any other optimizer uses foreach steps.
 
-    Raises ConfigError for unknown train.optimizer_args.
+    Raises ConfigError for unknown arguments.
     """
-    kind = KINDS[train.optimizer]
-    accepted = [name for name in inspect.signature(kind).parameters if name not in _OWN]
-    for name in train.optimizer_args:
-        if name not in accepted:
+    first = _one_of(train, train.optimizer, train.optimizer_args, "train.optimizer_args", device)
+    others = {
+        pattern: _one_of(train, group.optimizer, group.optimizer_args, f"{group.place}.{pattern}", device)
+        for pattern, group in train.groups.items()
+        if group.optimizer is not None
+    }
+    if not others:
+        return first
+    names = [train.optimizer, *(train.groups[pattern].optimizer or "" for pattern in others)]
+    title = "+".join(KINDS[name].__name__ for name in dict.fromkeys(names))
+    several: type[Several] = type(title, (Several,), {})
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        # Every stage has each optimizer, because its state names them.
+        own: dict[str, list[dict[str, Any]]] = {pattern: [] for pattern in ("", *others)}
+        for group in groups:
+            pattern = group.get("pattern", "")
+            own[pattern if pattern in others else ""].append(group)
+        makers = {"": first, **others}
+        return several([makers[pattern](of_one or [{"params": []}]) for pattern, of_one in own.items()])
+
+    return make
+
+
+def _one_of(
+    train: TrainConfig, name: str, arguments: Mapping[str, Any], setting: str, device: torch.device
+) -> MakeOptimizer:
+    """Return a function that creates one of the optimizers of `[train]`, with its arguments from `setting`."""
+    kind = KINDS[name]
+    accepted = [argument for argument in inspect.signature(kind).parameters if argument not in _OWN]
+    for argument in arguments:
+        if argument not in accepted:
             raise ConfigError(
-                f"torch.optim.{kind.__name__} has no argument {name}"
-                + (", which is a setting of [train]" if name in _OWN else ""),
-                given=f"train.optimizer_args = {dict(train.optimizer_args)}",
+                f"torch.optim.{kind.__name__} has no argument {argument}"
+                + (", which is a setting of [train]" if argument in _OWN else ""),
+                given=f"{setting} = {dict(arguments)}",
                 expected="among " + ", ".join(accepted),
-                hint=f"train.{name} = ..." if name in _OWN else did_you_mean(name, accepted),
+                hint=f"train.{argument} = ..." if argument in _OWN else did_you_mean(argument, accepted),
             )
     # Unless a setting is given, optimizers other than AdamW use torch's defaults.
-    names = [
-        name for name in ("betas", "eps", "weight_decay") if train.optimizer == "adamw" or train.given(name)
-    ]
-    settings: dict[str, Any] = {name: getattr(train, name) for name in ("lr", *names)}
+    has = {"betas": name in WITH_BETAS, "eps": name in WITH_EPS, "weight_decay": name != "rprop"}
+    settings: dict[str, Any] = {"lr": train.lr} | {
+        key: getattr(train, key) for key in has if has[key] and (name == "adamw" or train.given(key))
+    }
     fused = "fused" in accepted and issubclass(kind, torch.optim.Adam)
     foreach = "foreach" in accepted and device.type != "cpu"
+    if kind is torch.optim.Muon:
+        kind = Muon
     if train.state_dtype is not None:
         kind = narrowed(kind, getattr(torch, train.state_dtype))
 
@@ -147,7 +181,7 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
             how = {"fused": True}
         else:
             how = {"foreach": True} if foreach else {}
-        return kind(groups, **{**settings, **how, **train.optimizer_args})
+        return kind(groups, **{**settings, **how, **arguments})
 
     return make
 
@@ -164,6 +198,8 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
         optimizer = make(groups)
     except (TypeError, ValueError) as error:
         failed = error
+    if "LBFGS" in str(failed):
+        raise _needs_closure("LBFGS", f"{type(failed).__name__}: {failed}") from failed
     if not isinstance(optimizer, torch.optim.Optimizer):
         returned = f"optimizer(groups) returned a {type(optimizer).__name__}"
         raise ConfigError(
@@ -197,13 +233,13 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
         if argument.default is argument.empty and argument.kind not in any_number
     ]
     if needed:
-        raise _needs_closure(optimizer, f"step({', '.join(argument.name for argument in needed)})")
+        raise _needs_closure(kind, f"step({', '.join(argument.name for argument in needed)})")
     return optimizer
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer, given: str) -> UnsupportedOp:
+def _needs_closure(kind: str, given: str) -> UnsupportedOp:
     return UnsupportedOp(
-        f"{type(optimizer).__name__} cannot take a step from gradients only",
+        f"{kind} cannot take a step from gradients only",
         given=given,
         expected="an optimizer whose step() takes no arguments: a step computes the gradients once",
         hint="use another optimizer of torch.optim",
@@ -236,6 +272,9 @@ def grouped(
     patterns = {pattern: dict(factors) for pattern, factors in train.groups.items()}
     optimizer = made_of(make, decay_groups(modules, patterns, named))
     _check_held(optimizer, modules)
+    for part in optimizers_in(optimizer):
+        if isinstance(part, Muon):
+            part.know(modules)
     for group in optimizer.param_groups:
         if "lr" not in group:
             raise ConfigError(
@@ -244,6 +283,7 @@ def grouped(
                 expected='"lr" in each group, as in torch.optim, which the schedule scales',
                 hint='super().__init__(params, {"lr": lr})',
             )
+        group.pop("pattern", None)
         group["lr"] = group["lr"] * group.pop("lr_factor", 1.0)
         factor = group.pop("decay_factor", 1.0)
         if factor != 1.0 and "weight_decay" in group:
@@ -314,6 +354,14 @@ class Update:
         *,
         reuses: bool = True,
     ) -> None:
+        named_ones = [pattern for pattern, group in train.groups.items() if group.optimizer is not None]
+        if make is not None and named_ones:
+            raise ConfigError(
+                "two optimizers are given for the same parameters",
+                given=f"Trainer(optimizer=...), and train.groups with an optimizer for {listed(named_ones)}",
+                expected="one of them",
+                hint="remove optimizer from train.groups; or from Trainer(...)",
+            )
         made = optimizer_of(train, mesh.device) if make is None else make
         self.optimizer = grouped(made, train, modules, named)
         self._seed = train.seed
@@ -375,7 +423,7 @@ class Update:
                     raise
                 why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 raise _needs_closure(
-                    self.optimizer, f"step(), which fails without a closure: {why}"
+                    type(self.optimizer).__name__, f"step(), which fails without a closure: {why}"
                 ) from error
 
     def _step(self, spoilt: Tensor) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import TrainingError
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.names import listed
+from meshcomm.layout.sizes import fold, ranks_text
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import of_every_rank
+from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
 from meshcomm.parallel.loss import StepSum
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.splits import Splits
@@ -44,7 +45,7 @@ class Done(NamedTuple):
 class _Pending(NamedTuple):
     """A step whose results have not been read. values: the loss, the second value that `add` sends, the norm and the terms.
     counted: the number of targets on all ranks. ids: the lowest and the highest id. apart: whether the ranks' data have been
-    restarted at different steps; None if that is not known.
+    restarted at different steps; None if that is not known. missing: this rank's parameters without a gradient.
     """
 
     number: int
@@ -55,6 +56,7 @@ class _Pending(NamedTuple):
     loss: Tensor | None
     ids: Tensor | None
     apart: Tensor | None = None
+    missing: Sequence[str] = ()
 
 
 @final
@@ -122,7 +124,14 @@ class Results:
 
     @torch.no_grad()
     def add(
-        self, number: int, lr: float, step_sum: StepSum, norm: Tensor, *ids: Tensor, epoch: int = 0
+        self,
+        number: int,
+        lr: float,
+        step_sum: StepSum,
+        norm: Tensor,
+        *ids: Tensor,
+        epoch: int = 0,
+        missing: Sequence[str] = (),
     ) -> Tensor:
         """Add a step: what its losses add up to, and the norm of all gradients.
 
@@ -131,6 +140,7 @@ class Results:
 
         ids:       tokens and targets. If calls are queued, the ids are checked here, because layers then cannot check them.
         epoch:     how often this rank's data have been restarted. A step in which that differs is not applied.
+        missing:   this rank's parameters without a gradient, with which `norm` is not finite.
         Called by: every rank of the mesh. Does not wait for the device, except once in a hundred steps.
         Returns:   float32 (): 0, or 1 if the step must not be applied; the same on every rank.
         """
@@ -155,7 +165,7 @@ class Results:
         ends = torch.stack([end for batch_ids in ids for end in batch_ids.aminmax()]) if ids else None
         not_finite = (~values.isfinite().all()).float()
         self._last = values = torch.cat([values, step_sum.terms])
-        self._steps.append(_Pending(number, lr, values, self._norm.each, count, loss, ends, apart))
+        self._steps.append(_Pending(number, lr, values, self._norm.each, count, loss, ends, apart, missing))
         self._spoilt = torch.maximum(self._spoilt, not_finite) if self._stop else not_finite
         return self._spoilt
 
@@ -177,11 +187,25 @@ class Results:
             if not math.isfinite(mean + done.gradient_norm):
                 if step.apart is not None and step.apart.item():
                     raise _apart(done.number)
+                self.check_used(done.number, step.missing)
                 done = done._replace(fault=self._fault(step))
                 if self._stop:
                     raise _stopped(done, step.lr, self._lr, not step.counted.item())
             collected.append(done)
         return collected
+
+    def check_used(self, number: int, missing: Sequence[str]) -> None:
+        """Raise TrainingError on every rank if parameters of one rank got no gradient. Called by: every rank of the mesh."""
+        every = dict(zip(ranks_of(self._mesh), of_every_rank(self._mesh, [*missing]), strict=True))
+        if any(every.values()):
+            ranks = [rank for rank, names in sorted(every.items()) if names]
+            names = list(dict.fromkeys(name for rank in ranks for name in every[rank]))
+            raise TrainingError(
+                f"{len(names)} parameters got no gradient in step {number}",
+                given=f"{listed(names)}, on {ranks_text(ranks)}",
+                expected="every parameter of the model to contribute to the loss; this step is not applied",
+                hint='remove them, use them in forward, or freeze them: train.frozen; or train.on_unused = "zero"',
+            )
 
     def _fault(self, step: _Pending) -> str:
         if not step.counted.item():

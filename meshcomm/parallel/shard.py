@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, final
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -15,7 +16,7 @@ from meshcomm.parallel.data import check_complete
 from meshcomm.parallel.expert.packed import EXPERTS
 from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
-from meshcomm.parallel.torch_private import put_shards_back
+from meshcomm.parallel.torch_private import put_shards_back, send_unused
 from meshcomm.transfer.fused import fused_parts
 
 
@@ -42,6 +43,7 @@ class Sharded:
         reshard: whether layers are resharded after each pass. If False, weights stay gathered from a step's first forward pass
             to its last backward pass. zero_bubble needs False, because the second half of its backward pass uses the
             forward pass's parameters.
+        zeros: whether a parameter without a gradient has a gradient of zeros, also if other ranks have used it.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Sharded:
         *,
         experts: Sequence[str] | None = None,
         reshard: bool = True,
+        zeros: bool = False,
     ) -> None:
-        self._reshard = reshard
+        self._reshard, self._zeros = reshard, zeros
         every = [parameter for module in modules for parameter in module.parameters()]
         layer_dtype = next((parameter for parameter in every if parameter.requires_grad), every[0]).dtype
         spread = None if experts is None else tuple(dim for dim in experts if mesh.size(dim) > 1)
@@ -76,6 +79,8 @@ class Sharded:
                 _shard(layer, mp_policy=precision, ignored_params=whole or None, **everywhere)
             root = {"mesh": everywhere["mesh"], "mp_policy": precision, "ignored_params": whole or None}
             self._roots.append(_shard(module, **root))
+            if zeros:
+                send_unused(self._roots[-1])
         self._parameters = {
             name: parameter for module in modules for name, parameter in module.named_parameters()
         }
@@ -106,14 +111,21 @@ class Sharded:
         roots = [root for root in self._roots if isinstance(root, nn.Module)]
         return [part for root in roots for part in root.modules() if isinstance(part, FSDPModule)]
 
-    def finish(self) -> None:
-        """Check that every parameter has a `.grad`: this rank's shard of the summed gradient. Call this after the last
+    def finish(self, *, raises: bool = True) -> list[str]:
+        """Give every parameter a `.grad`: this rank's shard of the summed gradient, or zeros. Call this after the last
         backward pass.
 
-        Raises TrainingError that names the parameters that got no gradient in this step.
+        Returns the parameters that got no gradient in this step, unless zeros are asked for. If `raises`, raises TrainingError that
+        names them.
         """
         needed = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        check_complete([name for name, parameter in needed.items() if parameter.grad is None], len(needed))
+        missing = [name for name, parameter in needed.items() if parameter.grad is None]
+        for name in missing:
+            needed[name].grad = torch.zeros_like(needed[name])
+        missing = [] if self._zeros else missing
+        if raises:
+            check_complete(missing, len(needed))
+        return missing
 
 
 def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:

@@ -10,7 +10,9 @@ from weakref import finalize, ref
 import torch
 from torch import Tensor, nn
 
+from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims
+from meshcomm.layout.names import listed
 from meshcomm.mesh import Mesh
 
 
@@ -29,6 +31,18 @@ class SparseRows:
         self, mesh: Mesh, dims: Dims | None, modules: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         self._mesh, self._dims = mesh, dims
+        parts = [part for part in optimizers_in(optimizer) if type(part) is torch.optim.SparseAdam]
+        held = {parameter for part in parts for group in part.param_groups for parameter in group["params"]}
+        held -= {*_tables(modules)}
+        if dense := [
+            name.partition(".")[2] for name, parameter in modules.named_parameters() if parameter in held
+        ]:
+            raise UnsupportedOp(
+                "SparseAdam updates only tables with sparse gradients",
+                given=listed(dense),
+                expected="weights of nn.Embedding(..., sparse=True)",
+                hint="two optimizers in one, of which SparseAdam has only these weights; or Adam, which updates every row",
+            )
         self._tables = [table for table in _tables(modules) if _takes_sparse(optimizer, table)]
         self._used = [
             torch.zeros(len(table), dtype=torch.int32, device=table.device) for table in self._tables

@@ -3,12 +3,13 @@ scheduler.
 
 Tensors are named `model.NAME` and `optimizer.NAME.KEY`. All other state is plain data, which `encode` turns into uint8
 tensors. Those tensors are named `plain.parameter.NAME` for a parameter's data, `plain.module.NAME` for a module's extra state,
-and `plain.training` for the rest. Buffers of a loss that is a module are named `loss.NAME`. State that does not exist yet is not saved, and does not exist after a load.
+and `plain.training` for the rest. The moving averages of weights are named `ema.NAME`, and `ema` is the number of averaged steps. Buffers of a loss that is a module are named `loss.NAME`. State that does not exist yet is not saved, and does not exist after a load.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import pickle
 import warnings
@@ -26,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import ObjectError, TrainingError
+from meshcomm.parallel.average import Average
 from meshcomm.parallel.narrow_state import is_moment
 from meshcomm.parallel.sparse import members_of, optimizers_in
 from meshcomm.parallel.tensor.parameters import local, split_dims
@@ -64,6 +66,7 @@ class State:
     named: this rank's saved parameters with their global names.
     tied: the name of the parameter that the embedding and the head share.
     loss: the loss, if it is a module and this rank calls it.
+    average: the moving average of the weights, if there is one.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class State:
         named: Sequence[tuple[str, nn.Parameter]],
         tied: str = "",
         loss: nn.Module | None = None,
+        average: Average | None = None,
     ) -> None:
         self._modules, self._optimizer, self._named, self._loss = modules, optimizer, named, loss
+        self._average = average
         self._fused = {name: parts for module in modules for name, parts in fused_parts(module).items()}
         names: dict[Tensor, list[str]] = {}
         for module in modules:
@@ -87,7 +92,7 @@ class State:
         self._parts = [
             part
             for part in parts
-            if type(part).__module__.startswith("torch.optim.")
+            if type(part).__module__.startswith(("torch.optim.", "meshcomm."))
             and all(
                 any(group is param_group for param_group in optimizer.param_groups)
                 for group in part.param_groups
@@ -131,9 +136,11 @@ class State:
                 tensors[full] = self._before(name, tensor) if tensor.shape == parameter.shape else tensor
             facts: dict[str, Any] = {"also": self._also.get(name), "state": rest}
             facts["group"] = groups.get(id(parameter))
+            if (holder := self._holder(parameter)) is not self._optimizer:
+                facts["optimizer"] = type(holder).__name__
             if facts := {key: fact for key, fact in facts.items() if fact}:
                 tensors[OF_PARAMETER + name] = _plain(f"the optimizer's state of {name}", facts)
-        tensors |= self._of_loss()
+        tensors |= self._of_loss() | self._averages()
         for name, part in self._with_extra_state():
             value = part.get_extra_state()
             if type(value) is Tensor:
@@ -178,6 +185,13 @@ class State:
     def _before(self, name: str, tensor: Tensor) -> Tensor | Kept:
         """Return a tensor of a parameter in the layout of a checkpoint: the layout that the weight had before it was split."""
         return Kept(tensor, self._fused[name]) if name in self._fused else tensor
+
+    def _averages(self) -> dict[str, Tensor | Kept]:
+        if self._average is None:
+            return {}
+        self._average.check()
+        values = {f"ema.{name}": self._before(name, value) for name, value in self._average.values.items()}
+        return {"ema": self._average.steps, **values}
 
     def _of_loss(self) -> dict[str, Tensor]:
         return {} if self._loss is None else _saved_buffers("loss", self._loss)
@@ -306,6 +320,7 @@ class State:
         room: dict[str, Any] = self.weights()
         # A run may continue with another loss.
         room |= {name: tensor for name, tensor in self._of_loss().items() if name in kinds}
+        room |= self._averages() if "ema" in kinds else {}
         texts = [OF_PARAMETER + name for name, _ in named] + [OF_MODULE + name for name, _ in extra]
         for name in (*(text for text in texts if text in kinds), OF_TRAINING):
             room[name] = torch.empty(kinds[name][1] if name in kinds else (0,), dtype=torch.uint8)
@@ -321,6 +336,8 @@ class State:
                 room[f"optimizer.{name}.{key}"] = self._before(name, each) if fits else each
         fill(room)
 
+        if self._average is not None and "ema" not in kinds:
+            self._average.begin()
         # Ranks fill in together, so what only some of them would raise comes afterwards.
         for name, _ in extra:
             if room.keys().isdisjoint((_extra(name), OF_MODULE + name)):
@@ -335,9 +352,8 @@ class State:
             for name, parameter in named
         }
         learning = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        optimizer, kind = self._optimizer, type(self._optimizer).__name__
-        if (held_of or any("state" in fact for fact in facts.values())) and training["optimizer"] != kind:
-            raise unfit("the optimizer's state", f"that of {training['optimizer']}", f"that of {kind}")
+        optimizer = self._optimizer
+        self.check_optimizer(training["optimizer"], facts, bool(held_of))
         for one in (*self._parts, optimizer):
             one.state.clear()
         for name, parameter in named:
@@ -349,6 +365,18 @@ class State:
         vars(optimizer).update(_values(self._attributes))
         vars(optimizer).update(training.get("attributes", {}))
         self._put_groups(facts, training.get("scheduler"), steps)
+
+    def check_optimizer(
+        self, made_by: str, facts: Mapping[str, Mapping[str, Any]], has_tensors: bool
+    ) -> None:
+        """Raise TrainingError if a checkpoint has the state of another optimizer. facts: the plain data of each parameter."""
+        kind = type(self._optimizer).__name__
+        if (has_tensors or any("state" in fact for fact in facts.values())) and made_by != kind:
+            raise unfit("the optimizer's state", f"that of {made_by}", f"that of {kind}")
+        for name, parameter in self._named:
+            before, now = facts.get(name, {}).get("optimizer"), type(self._holder(parameter)).__name__
+            if before is not None and before != now:
+                raise unfit(f"the optimizer's state of {name}", f"that of {before}", f"that of {now}")
 
     def _room_for_optimizer(self, kinds: Kinds) -> dict[str, dict[str, Tensor]]:
         hosted = {
@@ -377,7 +405,7 @@ class State:
     ) -> None:
         """Restore the groups' entries and the scheduler's state.
 
-        The scheduler is stepped once per completed step. The saved state then replaces the result, unless the settings of the
+        The scheduler is stepped once per completed step, unless it takes a metric. The saved state then replaces the result, unless the settings of the
         scheduler or of a group have changed. Changed settings apply from the first step.
         """
         scheduler, groups = self.scheduler, self._optimizer.param_groups
@@ -385,13 +413,14 @@ class State:
             group.update(_values(as_made))
         scheduled: list[set[str]] = [set() for _ in groups]
         unchanged = False
+        measured = scheduler is not None and takes_metric(scheduler)
         if scheduler is not None:
             settings = _values(self._schedule)
             scheduler.load_state_dict(_overlaid(scheduler.state_dict(), settings))
             with warnings.catch_warnings():
                 # torch expects an optimizer step before each scheduler step.
                 warnings.simplefilter("ignore", UserWarning)
-                for _ in range(steps):
+                for _ in range(0 if measured else steps):
                     scheduler.step()
             pairs = zip(groups, self._groups, strict=True)
             scheduled = [set(_changed(_entries(group), as_made)) for group, as_made in pairs]
@@ -402,6 +431,13 @@ class State:
         saved = [self._saved_entries(group, names, facts) for group in groups]
         for as_made, entries in zip(self._groups, saved, strict=True):
             unchanged &= not _changed(entries.get("made", {}), as_made)
+        if measured and schedule is not None and not unchanged:
+            kind = type(scheduler).__name__
+            raise unfit(
+                f"the state of {kind}, which follows from a metric",
+                f"other settings of {kind} or of the optimizer than in the checkpoint",
+                "the same settings",
+            )
         for group, entries, moved in zip(groups, saved, scheduled, strict=True):
             entries_of_group = entries.get("now", {})
             group.update(
@@ -428,6 +464,13 @@ class State:
                     "equal entries, because both parameters are in one group on this mesh",
                 )
         return first_entries
+
+
+def takes_metric(scheduler: LRScheduler) -> bool:
+    """Return whether a step of this scheduler needs a metric, as that of ReduceLROnPlateau does."""
+    first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return first is not None and first.default is first.empty and first.kind in named
 
 
 def _saved_buffers(kind: str, module: nn.Module) -> dict[str, Tensor]:

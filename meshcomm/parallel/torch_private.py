@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 from torch.utils._pytree import tree_map as tree_map
 
+from meshcomm.errors import UnsupportedOp
+
 _CPU = torch.device("cpu")
 
 
@@ -153,3 +155,15 @@ def hooked(module: torch.nn.Module) -> bool:
     """Return whether a call of the module runs hooks, its own or those for all modules."""
     mine = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return bool(torch.nn.modules.module._has_any_global_hook()) or any(getattr(module, name) for name in mine)
+
+
+def send_unused(module: Any) -> None:
+    """Let FSDP2 reduce zeros for parameters that a rank has not used. Raises UnsupportedOp where torch has no such setting."""
+    if not hasattr(module, "set_reduce_scatter_unused_params"):
+        raise UnsupportedOp(
+            "this torch cannot shard parameters that are not used",
+            given=f'train.on_unused = "zero" with parallel.shard, and torch {torch.__version__}',
+            expected="FSDPModule.set_reduce_scatter_unused_params, as in torch 2.15",
+            hint="parallel.data in place of parallel.shard; or another torch",
+        )
+    module.set_reduce_scatter_unused_params(True)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, UnsupportedOp
@@ -159,11 +159,11 @@ def scheduler_for(make: MakeScheduler, optimizer: Optimizer, steps: int) -> LRSc
             hint=example,
         ) from error
     kind = type(scheduler).__name__
-    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+    if not isinstance(scheduler, LRScheduler):
         raise UnsupportedOp(
             f"the scheduler is a {kind}",
             given=f"scheduler(optimizer) returned a {kind}",
-            expected="a torch.optim.lr_scheduler.LRScheduler whose rates depend only on the number of steps",
+            expected="a torch.optim.lr_scheduler.LRScheduler",
             hint=example,
         )
     if scheduler.optimizer is not optimizer:

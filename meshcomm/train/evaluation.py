@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, final
 
@@ -79,14 +80,19 @@ class Evaluator:
         Raises:    TrainingError on every rank if the function returns no numbers on one rank, or other numbers than on the first.
         """
         began = time.perf_counter()
+        with self._engine.averaged() if self._train.evaluate_ema else nullcontext():
+            metrics = self._measured()
+        loss = metrics.pop("loss")
+        tokens = self._batches * tokens_per_step
+        return Evaluation(step, loss, tokens, time.perf_counter() - began, metrics)
+
+    def _measured(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self._held is not None and self._batches:
             metrics["loss"] = self._engine.evaluate(self._held.in_order(self._train.eval_batches))
         if self._function is not None:
             metrics |= self._agreed(self._function())
-        loss = metrics.pop("loss")
-        tokens = self._batches * tokens_per_step
-        return Evaluation(step, loss, tokens, time.perf_counter() - began, metrics)
+        return metrics
 
     def _agreed(self, returned: Any) -> dict[str, float]:
         """Return the numbers of the first rank, which every rank then decides by. Those of other ranks may differ by rounding."""

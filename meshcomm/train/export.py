@@ -76,11 +76,12 @@ def find_checkpoint(path: Path) -> Path:
     return saved[-1]
 
 
-def export_weights(source: Path, target: Path) -> Exported:
+def export_weights(source: Path, target: Path, *, ema: bool = False) -> Exported:
     """Write a checkpoint's weights into the safetensors file `target`, under the names in the module's state_dict.
 
     source: a complete checkpoint, saved on any mesh; or a run, whose last checkpoint is used.
     target: a new file, or an earlier safetensors file, which is replaced at the end. A symlink is followed.
+    ema:    whether to write the moving averages of `train.ema` in place of the weights.
     Does not require a process group. Raises TrainingError; UnsupportedOp for an extra state that is not a tensor.
     """
     folder, file = find_checkpoint(source), check_file(target)
@@ -100,7 +101,7 @@ def export_weights(source: Path, target: Path) -> Exported:
         names_of[name] = (name, *facts.get("also", []))
 
     parameters = Parameters(
-        saved.weights, _loaded(saved), lambda name, value: dict.fromkeys(names_of[name], value)
+        saved.weights, _loaded(saved, ema), lambda name, value: dict.fromkeys(names_of[name], value)
     )
     # Larger elements first, so that each tensor is aligned.
     pieces = sorted(parameters.pieces(), key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
@@ -110,7 +111,12 @@ def export_weights(source: Path, target: Path) -> Exported:
 
 
 def export_pretrained(
-    source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    ema: bool = False,
 ) -> Exported:
     """Export a checkpoint of a `[model] pretrained` model to a folder that transformers' from_pretrained loads.
 
@@ -121,6 +127,7 @@ def export_pretrained(
                  the folder that the model was loaded from, if it still exists.
     dtype:       the dtype of the tensors. If None, the dtype of the weights.
     shard_bytes: the maximum size of a file, unless it holds a single larger tensor.
+    ema:         whether to write the moving averages of `train.ema` in place of the weights.
     Does not require a process group. Raises: ConfigError if the model was not loaded from such a folder; TrainingError.
     In both cases, `target` is not created.
     """
@@ -131,12 +138,20 @@ def export_pretrained(
         raise _not_pretrained(f"the model of {folder}")
     stored = _adapter if lock.config["model"].get("lora") else _model(settings).spec.stored_tensors
     kinds = {name: Kind(dtype or kind.dtype, kind.shape) for name, kind in saved.weights.items()}
-    pieces = _write_folder(target, lock, Parameters(kinds, _loaded(saved), stored), shard_bytes)
+    pieces = _write_folder(target, lock, Parameters(kinds, _loaded(saved, ema), stored), shard_bytes)
     return Exported(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
 
 
-def _loaded(saved: Saved) -> Callable[[str], Tensor]:
-    return lambda name: saved.load(f"model.{name}")
+def _loaded(saved: Saved, ema: bool) -> Callable[[str], Tensor]:
+    """Return a function that loads a weight by its name, or its moving average. What is not trained has none."""
+    if ema and "ema" not in saved.kinds:
+        raise TrainingError(
+            "the checkpoint has no moving averages of weights",
+            given=f"{saved.folder}, of a run without train.ema",
+            expected="a checkpoint of a run with train.ema",
+            hint="export the weights: without --ema",
+        )
+    return lambda name: saved.load(f"ema.{name}" if ema and f"ema.{name}" in saved.kinds else f"model.{name}")
 
 
 def _adapter(name: str, value: Tensor) -> Mapping[str, Tensor]:
@@ -162,7 +177,12 @@ def _write_folder(target: Path, lock: Lock, parameters: Parameters, shard_bytes:
 
 @torch.no_grad()
 def export_merged(
-    source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    ema: bool = False,
 ) -> Exported:
     """Export a model that low-rank adapters were trained on, with a checkpoint's adapters merged into its weights.
 
@@ -179,7 +199,7 @@ def export_merged(
             hint="meshcomm export RUN FOLDER --pretrained",
         )
     base, weights = Path(model["pretrained"]), saved.weights
-    targets = _adapted(weights)
+    targets, loaded = _adapted(weights), _loaded(saved, ema)
     with new_folder(target) as draft:
         from transformers import AutoModelForCausalLM
 
@@ -190,7 +210,7 @@ def export_merged(
             with_adapters(merged, LoraConfig(**model["lora"]), targets)
             for name, parameter in merged.named_parameters():
                 if name in weights:
-                    parameter.copy_(saved.load(f"model.{name}"))
+                    parameter.copy_(loaded(name))
             # Replace each adapted weight W by W + (alpha / rank) B A.
             for name in targets:
                 layer: Any = merged.get_submodule(name)

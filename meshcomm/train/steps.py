@@ -21,6 +21,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
+from meshcomm.parallel.state import takes_metric
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.checkpoint.checkpoints import Checkpoints, state_of
 from meshcomm.train.checkpoint.folder import FOLDER, is_complete, name_of
@@ -100,11 +101,14 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def take_step(engine: Engine, number: int, inputs: Any, targets: Any, documents: Any = None) -> None:
-    """Run a step of an engine, with the learning rate of its schedule. Called by: every rank."""
+    """Run a step of an engine, with the learning rate of its schedule. A scheduler of a metric is advanced by evaluations.
+
+    Called by: every rank.
+    """
     scheduler = engine.scheduler
     lr = learning_rate(engine.sections.train, number) if scheduler is None else None
     engine.step(inputs, targets, lr, number, documents)
-    if scheduler is not None:
+    if scheduler is not None and not takes_metric(scheduler):
         scheduler.step()
 
 
@@ -378,6 +382,9 @@ class Steps:
 
     def _evaluate(self, step: int) -> None:
         self._evaluation = self._evaluator.after(step, self._start.tokens_per_step)
+        scheduler: Any = self._engine.scheduler
+        if scheduler is not None and takes_metric(scheduler):
+            scheduler.step(self._evaluation.validation_loss)
         self._cost.compare_counts()
         if self._metrics is not None:
             self._metrics.write(self._evaluation)

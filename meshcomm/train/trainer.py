@@ -6,6 +6,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.model import LossOf, Model
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
+from meshcomm.parallel.state import takes_metric
 from meshcomm.train.agree import agree, agree_on_weights, agreed_corpus, corpus_of
 from meshcomm.train.arguments import (
     MakeScheduler,
@@ -120,7 +122,8 @@ class Trainer:
         scheduler: a function that maps the optimizer to a torch LRScheduler, which replaces the schedule in [train]
             and advances after each step. On resume, it advances once per completed step and then loads the saved
             state. If its settings have changed, the new settings apply, and its state is computed only from the
-            number of steps.
+            number of steps. A scheduler whose step takes a metric, such as ReduceLROnPlateau, advances after each evaluation of a
+            `run`, by the validation loss, which is equal on all ranks; with `step`, call trainer.scheduler.step(metric) yourself.
         callbacks: called on every rank, in the given order.
 
     Called by: every rank of the mesh, with equal arguments.
@@ -348,6 +351,15 @@ class Trainer:
         if progress is None:
             progress = self._start(checkpoints, start, attempt, data)
         engine, lock = self.engine, progress.lock
+        train, scheduler = engine.sections.train, engine.scheduler
+        if scheduler is not None and takes_metric(scheduler) and not train.eval_every:
+            kind = type(scheduler).__name__
+            raise ConfigError(
+                f"the {kind} needs a metric, and nothing is evaluated",
+                given=f"a {kind} without train.eval_every",
+                expected="evaluations, after each of which it is given the validation loss",
+                hint="train.eval_every = 100",
+            )
         evaluate = evaluate_of(engine.sections.train)
         evaluator = Evaluator(engine, corpus, None if evaluate is None else partial(evaluate, self))
         if self._read is None or progress.loader is not None:
@@ -492,6 +504,17 @@ class Trainer:
         Raises:    TrainingError if a rank has no batches, and the errors of `Engine.evaluate`.
         """
         return self.engine.evaluate(evaluated(batches, self.engine))
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """In this context, the weights are their moving averages of `train.ema`, to evaluate or to export them.
+
+            with trainer.averaged():
+                loss = trainer.evaluate(batches)
+
+        Called by: every rank.
+        Raises:    ConfigError without `train.ema`; TrainingError for a step, a save or a load in the context.
+        """
+        return self.engine.averaged()
 
     def state(self) -> dict[str, Tensor]:
         """Return all state that a step changes, as tensors by name: what `save` writes. The state is not modified.

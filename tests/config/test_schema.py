@@ -165,6 +165,7 @@ ONLY_SPLIT = {
     "dtype": "the check computes in one dtype",
     "global_batch_size": "the check has a batch of its own",
     "micro_batch_size": "the check has a batch of its own",
+    "ema": "the averages follow from the weights",
     "on_nonfinite": "the check stops at once",
 }
 
@@ -179,7 +180,8 @@ def test_a_setting_of_a_step_is_read_by_the_split_program_and_by_the_plain_one()
     # Moments in bfloat16 differ with the order of sums.
     assert plain - {*step_check._SETTINGS} == {"seed", "state_dtype"}
     # Otherwise, no test would see a setting that some path of a step leaves out.
-    assert plain - {*EVERY} == {"state_dtype"} and EVERY.keys() <= plain
+    # With parameters that are not used: tests/parallel/test_unused.py.
+    assert plain - {*EVERY} == {"state_dtype", "on_unused"} and EVERY.keys() <= plain
 
 
 def test_every_section_has_its_sentence_and_nothing_for_readers_of_the_code() -> None:

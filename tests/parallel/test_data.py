@@ -149,7 +149,8 @@ def test_what_goes_wrong_within_a_step_is_named() -> None:
         "1 of 2 parameters got no gradient\n"
         "  given:    layers.3.unused\n"
         "  expected: every parameter of the model to contribute to the loss\n"
-        "  try:      remove them, use them in forward, or freeze them: requires_grad = False, or train.frozen"
+        "  try:      remove them, use them in forward, or freeze them: requires_grad = False, or train.frozen; "
+        "or GradientSync(..., zeros=True)"
     )
     sync.start()
     (used.sum() + unused.sum()).backward()

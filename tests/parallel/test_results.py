@@ -53,10 +53,11 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
         if trainer.mesh.rank == rank:
             parameter = dict(trainer.named_parameters())[name]
 
-            def finishing() -> None:
-                finish()
+            def finishing(**how: Any) -> Any:
+                missing = finish(**how)
                 if now[0] in steps:
                     local(parameter.grad).view(-1)[-1] = math.inf
+                return missing
 
             if how == "backward":
                 # A hook on the parameter would be refused.

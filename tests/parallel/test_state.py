@@ -592,5 +592,5 @@ def with_lbfgs(config: Config) -> list[str]:
 
 def test_an_optimizer_that_asks_for_the_loss_is_refused(pool: Pool) -> None:
     assert pool.run(with_lbfgs, config_on(BASE, "one=1"), ranks=1) == [
-        ["the optimizer cannot be created", "LBFGS cannot take a step from gradients only"]
+        ["LBFGS cannot take a step from gradients only"] * 2
     ]

@@ -163,13 +163,11 @@ def _check_fits(engine: Engine, saved: Saved, known_names: set[str], room: dict[
         if isinstance(value, Tensor) and name.startswith((OF_PARAMETER, OF_TRAINING))
     }
     saved.fill(texts)
-    facts = {name: decode(text, torch.device("cpu")) for name, text in texts.items()}
-    made_by, kind = facts.pop(OF_TRAINING)["optimizer"], type(engine.optimizer).__name__
-    has_state = any(name.startswith("optimizer.") for name in room) or any(
-        "state" in f for f in facts.values()
-    )
-    if has_state and made_by != kind:
-        raise unfit("the optimizer's state", f"that of {made_by}", f"that of {kind}")
+    facts = {
+        name.removeprefix(OF_PARAMETER): decode(text, torch.device("cpu")) for name, text in texts.items()
+    }
+    made_by = facts.pop(OF_TRAINING)["optimizer"]
+    engine.check_optimizer(made_by, facts, any(name.startswith("optimizer.") for name in room))
     for name in known_names:
         module = name.removeprefix(OF_MODULE)
         tensor = ".".join(("model", *([module] if module else []), EXTRA))
