@@ -17,6 +17,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.batch import Batch, Batches
 from meshcomm.parallel.build import LocalModel
+from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.loss import StepLoss, module_of
 from meshcomm.parallel.memory import eval_mode
 from meshcomm.parallel.model import Model
@@ -114,7 +115,7 @@ class Engine:
         self._lr: float | None = None
         # A step is undone only if lost ranks are replaced.
         self._recovers = mesh.elastic.recovers
-        self._skips = train.on_nonfinite == "skip"
+        self._skips = train.on_nonfinite == "skip" or train.compute_dtype == "float16"
         self._before: dict[str, Any] = {}
         self._local = local = LocalModel(mesh, known, model, filled)
         self.data_size, self.data_coord = local.data_size, local.data_coord
@@ -147,6 +148,11 @@ class Engine:
         calls = any(stage.is_last for stage in self.stages)
         saved = [pair for pair in local.named if model.saves_all or pair[1].requires_grad]
         self._state = State(list(self.modules), self.optimizer, saved, model.tied, loss if calls else None)
+        self._scale = self._state.loss_scale = self._loss.scale
+        if self._scale is not None:
+            for part in self.modules.modules():
+                if isinstance(part, Experts):
+                    part.loss_scale = self._scale.value
         self._norm = GradientNorm(
             mesh,
             local.named,
@@ -276,6 +282,8 @@ class Engine:
         if self.before_update is not None:
             self.before_update()
         self._update.step(step.number, step.spoilt)
+        if self._scale is not None:
+            self._scale.update(step.spoilt)
 
     def _value(self, x: Tensor) -> float:
         """Wait for a scalar on the device and return its value.

@@ -69,7 +69,7 @@ class Step:
     seconds: float
     """Seconds since the start of the first step."""
     skipped: int = 0
-    """Number of steps skipped so far with `train.on_nonfinite = "skip"`."""
+    """Number of steps skipped so far with `train.on_nonfinite = "skip"`, or because float16 overflowed."""
     fault: str = ""
     """In a skipped step, the rank and the parameter whose gradient is not finite."""
     model_flops_per_s: float | None = None
@@ -82,6 +82,8 @@ class Step:
     """The rank with that peak."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """Further terms that the loss function returned, by name, added up like the loss."""
+    loss_scale: float | None = None
+    """With float16, the factor of this step's loss in the backward pass. If the step was skipped, the next step's is half of it."""
 
     @property
     def facts(self) -> dict[str, Any]:

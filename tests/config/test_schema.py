@@ -164,6 +164,7 @@ ONLY_SPLIT = {
     "compute_dtype": "the check computes in one dtype",
     "dtype": "the check computes in one dtype",
     "global_batch_size": "the check has a batch of its own",
+    "loss_scale": "the check computes in one dtype",
     "micro_batch_size": "the check has a batch of its own",
     "on_nonfinite": "the check stops at once",
 }
