@@ -278,6 +278,14 @@ def _evaluation(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("data.validation_files", what, "train.eval_every of 1 or more", ways, "eval_every = 0")
 
 
+def _weights(resolved: Resolved) -> Iterator[Problem]:
+    if resolved.train.init_from is not None and resolved.model.random_weights:
+        ways = ["remove model.random_weights", "remove train.init_from"]
+        what = "no effect: the weights are read from train.init_from"
+        given = resolved.written("model.random_weights train.init_from")
+        yield Problem("model.random_weights", what, "one of them", ways, given)
+
+
 # -- every role has a dim, and every dim has a role --------------------------------------------------
 
 
@@ -560,7 +568,7 @@ def _compiled_documents(resolved: Resolved) -> Iterator[Problem]:
 
 
 RULES: Final[tuple[Rule, ...]] = (
-    _sections, _device_to_bind, _elastic, _network_of_nccl, _tokenizer, _documents, _evaluation,
+    _sections, _device_to_bind, _elastic, _network_of_nccl, _tokenizer, _documents, _evaluation, _weights,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
     _split_along_tensor, _stages, _ulysses, _windows, _experts,

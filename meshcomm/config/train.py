@@ -290,6 +290,11 @@ class TrainConfig(Section):
     """With checkpoint_every: continue training while a checkpoint is being written."""
     keep: int = Field(default=2, ge=1)
     """With checkpoint_every: number of most recent checkpoints to keep."""
+    init_from: Text | None = Field(default=None, examples=["runs/base"])
+    """Weights to start from, relative to the config file: a run or a checkpoint, saved on any mesh; a folder or file of
+    safetensors; a file of torch.save; or a folder of torch.distributed.checkpoint. If omitted, weights are generated, or read
+    from model.pretrained.
+    """
     resume: bool = False
     """Resume from the last complete checkpoint in out, if there is one."""
     resume_changed: FrozenList[Literal["data", "seq_len", "global_batch_size"]] = ()

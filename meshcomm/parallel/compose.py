@@ -184,6 +184,20 @@ class Engine:
         """
         return [pair for pair in self._local.named if pair[1] is not self._local.copy]
 
+    def all_weights(self) -> dict[str, Tensor | Kept]:
+        """Return this rank's weights and saved buffers by name, in a checkpoint's layout, also a copy that another rank owns."""
+        return {name.removeprefix("model."): each for name, each in self._state.weights().items()}
+
+    def further_names(self) -> dict[str, str]:
+        """Return the further names of weights that modules share on this rank, each with the name of `own_parameters`."""
+        names = {id(parameter): name for name, parameter in self._local.named}
+        return {
+            name: names[id(parameter)]
+            for module in self.modules
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if names[id(parameter)] != name
+        }
+
     def own_weights(self) -> dict[str, Tensor | Kept]:
         """Return the weights of `own_parameters` in a checkpoint's layout, and the buffers that are saved with the weights."""
         return self._state.weights(without=self._local.copy)
