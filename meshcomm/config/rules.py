@@ -559,6 +559,20 @@ def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("train.compile", what, "one of them", ways, given)
 
 
+def _float8(resolved: Resolved) -> Iterator[Problem]:
+    float8, model = resolved.train.float8, resolved.config.model
+    if float8 is None:
+        return
+    others = {
+        "model.lora": model is not None and model.lora is not None,
+        'parallel.options.schedule = "zero_bubble"': resolved.parallel.options.schedule == "zero_bubble",
+    }
+    for other in (other for other, used in others.items() if used):
+        what = f"float8 cannot be combined with {other}"
+        ways = ["remove train.float8", f"another {other.partition(' ')[0]}, or none"]
+        yield Problem("train.float8", what, "one of them", ways, f"float8 = {toml(float8)}")
+
+
 def _compiled_documents(resolved: Resolved) -> Iterator[Problem]:
     if resolved.train.compile and resolved.data.document_mask:
         what = "cannot compile attention within documents: the visible tokens differ from batch to batch"
@@ -572,5 +586,5 @@ RULES: Final[tuple[Rule, ...]] = (
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
     _split_along_tensor, _stages, _ulysses, _windows, _experts,
-    _compiled_halves, _compiled_documents,
+    _compiled_halves, _compiled_documents, _float8,
 )  # fmt: skip

@@ -184,6 +184,7 @@ class TrainConfig(Section):
         NoEffect("decay_steps", "schedule", ("wsd",), 'schedule = "wsd"'),
         NoEffect("min_lr_ratio", "schedule", ("cosine", "linear", "wsd"), 'schedule = "cosine"'),
         NoEffect("compute_dtype float32_matmul_precision", "dtype", ("float32",), 'dtype = "float32"'),
+        NoEffect("float8", "compute_dtype", ("bfloat16",), 'compute_dtype = "bfloat16"'),
         NoEffect("loss_scale", "compute_dtype", ("float16",), 'compute_dtype = "float16"'),
         NoEffect("keep checkpoint_async", "checkpoint_every", way="checkpoint_every = 100"),
         NoEffect("resume_changed", "resume", way="resume = true"),
@@ -257,6 +258,10 @@ class TrainConfig(Section):
     loss_scale: float | None = Field(default=None, gt=0, le=2.0**64, examples=[1024.0])
     """With compute_dtype = "float16": the first factor of the loss, which then follows the rule of torch.amp.GradScaler. If
     omitted, it is 65536.
+    """
+    float8: Literal["tensorwise", "rowwise"] | None = None
+    """With compute_dtype = "bfloat16": multiply the linear layers' matrices in float8, with one scale for each matrix or for each
+    row. Needs torchao, and a GPU with compute capability 8.9 or newer. If omitted, compute_dtype is used.
     """
     state_dtype: Literal["bfloat16"] | None = None
     """Dtype in which the optimizer stores its moments between steps. The optimizer computes in dtype. If omitted, dtype."""

@@ -163,6 +163,7 @@ ONLY_SPLIT = {
     "check": "it decides whether the check runs",
     "compute_dtype": "the check computes in one dtype",
     "dtype": "the check computes in one dtype",
+    "float8": "the check computes in one dtype",
     "global_batch_size": "the check has a batch of its own",
     "loss_scale": "the check computes in one dtype",
     "micro_batch_size": "the check has a batch of its own",

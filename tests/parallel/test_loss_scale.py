@@ -26,7 +26,7 @@ from meshcomm.train import run as train
 from tests.sizes import model_of, train_of
 from tests.train.runs import metrics, roles_of, sizes_of
 
-WIDTH, VOCAB, LENGTH, BATCH, STEPS, INTERVAL = 16, 32, 8, 4, 12, 3
+WIDTH, VOCAB, LENGTH, BATCH, STEPS, INTERVAL = 16, 48, 8, 4, 12, 3
 # The embedding of this token makes gradients overflow, but not the loss.
 LARGE, PLANTED = 7, (5, 6)
 

@@ -247,7 +247,7 @@ def test_all_that_does_not_fit_is_in_one_error_on_every_rank(pool: Pool, tmp_pat
                 "1 unexpected: blocks.1.up.bais",
                 "2 that do not fit: blocks.0.down.weight, shape (3, 8)",
                 "blocks.1.seen, dtype I64",
-                "did you mean blocks.1.up.bais",
+                'did you mean "blocks.1.up.bais"',
             ):
                 assert words in error, error
 
