@@ -19,7 +19,7 @@ from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import Folder, Source
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.state import EXTRA
-from meshcomm.train.checkpoint.folder import LOCK, METADATA, find_checkpoint, read, size_of
+from meshcomm.train.checkpoint.folder import LOCK, METADATA, find_checkpoint, read, size_of, step_of
 from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.checkpoint.parts import Kind, kind_of
 from meshcomm.train.checkpoint.reader import SAFETENSORS_NAMES, Saved
@@ -116,7 +116,8 @@ def _sources(
 
 def _folder(path: Path, engine: Engine, known: Collection[str]) -> tuple[Folder, bytes]:
     """Return the files at `path`, and what tells whether ranks have the same ones, if that is cheap to know."""
-    of_torch = (path / METADATA).is_file() and not (path / LOCK).is_file()
+    # A checkpoint of a run that has lost its lock is damaged.
+    of_torch = (path / METADATA).is_file() and not (path / LOCK).is_file() and step_of(path) < 0
     pieces: dict[str, _Piece] | None = None
     digest = b""
     if of_torch or (path.is_dir() and not [*path.glob("*.safetensors*")]):

@@ -82,7 +82,7 @@ _KNOWN: Final = {
 class Saved:
     """The tensors in the folder of one checkpoint. Raises TrainingError if its metadata is missing or invalid.
 
-    signed: whether the metadata have the checksum of each part, as those that meshcomm writes.
+    signed: whether the metadata must have the checksum of each part, as those that meshcomm writes.
     kinds: the kind of every tensor, by global name. Entries that are not tensors are omitted.
     """
 
@@ -189,8 +189,8 @@ class Saved:
             if record.getbuffer().nbytes < place.length:
                 raise _cut_short(place)
             # The metadata say which bytes belong to this part. A file of another step or run may have the same sizes.
-            crc32 = zlib.crc32(record.getbuffer()) if self._signed else 0
-            if self._signed and crc32 != place.crc32:
+            crc32 = zlib.crc32(record.getbuffer())
+            if crc32 != getattr(place, CHECKSUM, crc32):
                 # Another tensor of this checkpoint may have these bytes.
                 places = self._metadata.storage_data.items()
                 raise _OtherBytes(place, crc32, next((i.fqn for i, p in places if p.crc32 == crc32), ""))

@@ -200,6 +200,9 @@ def test_an_own_checkpoint_without_its_optimizer_on_other_meshes(pool: Pool, tmp
     assert not torch.equal(wanted["embed.weight"], net(1).embed.weight)
     for dims, path in (("tp=2", folder), ("pp=2", tmp_path / "run"), ("dp=1", folder)):
         check(pool, dims, path, "spec", wanted)
+    (folder / "lock.json").unlink()
+    (error,) = pool.run(started, config_on("dp=1", folder), "spec", None, ranks=1)
+    assert isinstance(error, str) and "lock.json is missing" in error
 
 
 BUILT_IN = {"model": model_of(2, 8, 2, 2, 8, experts=2, experts_every=2), "data": {"seq_len": LENGTH}}
