@@ -169,7 +169,8 @@ def test_scales_and_skipped_steps_are_those_of_a_grad_scaler(pool: Pool, dims: s
     assert skipped[PLANTED[0] - 1] and not all(skipped)
     assert len({scale for _, scale, _ in wanted}) > 2
     ranks = math.prod(sizes_of(dims).values())
-    parts = (range(1, 6), range(6, STEPS + 1))
+    # At the end of the first part, the scale is not the first one.
+    parts = (range(1, 5), range(5, STEPS + 1))
     names = [name for name, _ in made().named_parameters()]
     for found, of_rank, calls in pool.run(trained, config_on(dims), tmp_path, parts, ranks=ranks):
         assert [row[1:] for row in found] == [row[1:] for row in wanted]
