@@ -316,6 +316,7 @@ ema = 0.999
 seed = 1
 dtype = "float32"
 compute_dtype = "bfloat16"
+float8 = "rowwise"
 state_dtype = "bfloat16"
 float32_matmul_precision = "high"
 activation_checkpointing = "selective"
@@ -348,6 +349,9 @@ decay_steps = 100
 optimizer = "sgd"
 optimizer_args = { momentum = 0.9 }
 groups = { "embed*" = { lr = 0.1 } }
+compute_dtype = "float16"
+loss_scale = 1024.0
+init_from = "runs/base"
 """,
     ),
     "train.groups.PATTERN": (

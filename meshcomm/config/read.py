@@ -166,9 +166,14 @@ def near_file(path: Path, script: bool = False) -> str:
 
 
 def _anchor(data: dict[str, Any], folder: Path) -> None:
-    """Make model.pretrained and the paths in `[data]` relative to `folder`, if they are strings."""
-    model, texts = (data[name] if isinstance(data.get(name), dict) else {} for name in ("model", "data"))
-    for section, key, word in ((model, "pretrained", ""), (texts, "tokenizer", BYTES)):
+    """Make model.pretrained, train.init_from and the paths in `[data]` relative to `folder`, if they are strings."""
+    sections = ("model", "data", "train")
+    model, texts, train = (data[name] if isinstance(data.get(name), dict) else {} for name in sections)
+    for section, key, word in (
+        (model, "pretrained", ""),
+        (texts, "tokenizer", BYTES),
+        (train, "init_from", ""),
+    ):
         if isinstance(named := section.get(key), str) and named not in ("", word):
             section[key] = str(folder / named)
     for key in ("files", "tokens", "chat", "validation_files"):

@@ -278,6 +278,14 @@ def _evaluation(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("data.validation_files", what, "train.eval_every of 1 or more", ways, "eval_every = 0")
 
 
+def _weights(resolved: Resolved) -> Iterator[Problem]:
+    if resolved.train.init_from is not None and resolved.model.random_weights:
+        ways = ["remove model.random_weights", "remove train.init_from"]
+        what = "no effect: the weights are read from train.init_from"
+        given = resolved.written("model.random_weights train.init_from")
+        yield Problem("model.random_weights", what, "one of them", ways, given)
+
+
 # -- every role has a dim, and every dim has a role --------------------------------------------------
 
 
@@ -557,6 +565,20 @@ def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("train.compile", what, "one of them", ways, given)
 
 
+def _float8(resolved: Resolved) -> Iterator[Problem]:
+    float8, model = resolved.train.float8, resolved.config.model
+    if float8 is None:
+        return
+    others = {
+        "model.lora": model is not None and model.lora is not None,
+        'parallel.options.schedule = "zero_bubble"': resolved.parallel.options.schedule == "zero_bubble",
+    }
+    for other in (other for other, used in others.items() if used):
+        what = f"float8 cannot be combined with {other}"
+        ways = ["remove train.float8", f"another {other.partition(' ')[0]}, or none"]
+        yield Problem("train.float8", what, "one of them", ways, f"float8 = {toml(float8)}")
+
+
 def _compiled_documents(resolved: Resolved) -> Iterator[Problem]:
     if resolved.train.compile and resolved.data.document_mask:
         what = "cannot compile attention within documents: the visible tokens differ from batch to batch"
@@ -566,9 +588,9 @@ def _compiled_documents(resolved: Resolved) -> Iterator[Problem]:
 
 
 RULES: Final[tuple[Rule, ...]] = (
-    _sections, _device_to_bind, _elastic, _network_of_nccl, _tokenizer, _documents, _evaluation,
+    _sections, _device_to_bind, _elastic, _network_of_nccl, _tokenizer, _documents, _evaluation, _weights,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
     _split_along_tensor, _stages, _ulysses, _windows, _experts,
-    _compiled_halves, _compiled_documents,
+    _compiled_halves, _compiled_documents, _float8,
 )  # fmt: skip

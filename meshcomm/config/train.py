@@ -226,6 +226,8 @@ class TrainConfig(Section):
         NoEffect("decay_steps", "schedule", ("wsd",), 'schedule = "wsd"'),
         NoEffect("min_lr_ratio", "schedule", ("cosine", "linear", "wsd"), 'schedule = "cosine"'),
         NoEffect("compute_dtype float32_matmul_precision", "dtype", ("float32",), 'dtype = "float32"'),
+        NoEffect("float8", "compute_dtype", ("bfloat16",), 'compute_dtype = "bfloat16"'),
+        NoEffect("loss_scale", "compute_dtype", ("float16",), 'compute_dtype = "float16"'),
         NoEffect("keep checkpoint_async", "checkpoint_every", way="checkpoint_every = 100"),
         NoEffect("resume_changed", "resume", way="resume = true"),
         NoEffect("eval_batches evaluate patience target_loss", "eval_every", way="eval_every = 100"),
@@ -281,7 +283,8 @@ class TrainConfig(Section):
     """
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens if a step's loss or gradient norm is not finite. The step is never applied. With "stop", the run ends.
-    With "skip", the run continues with the next step, and ends after 10 such steps in a row.
+    With "skip", the run continues with the next step, and ends after 10 such steps in a row. With compute_dtype = "float16",
+    "stop" applies only to the loss: a step whose gradients overflow is skipped.
     """
     on_unused: Literal["error", "zero"] = "error"
     """What happens if a parameter gets no gradient in a step. With "error", the step is not applied, and every rank names such
@@ -300,9 +303,18 @@ class TrainConfig(Section):
     """Seed for the weights and the order of the samples."""
     dtype: Literal["float32", "float64"] = "float32"
     """Dtype of the weights."""
-    compute_dtype: Literal["bfloat16"] | None = None
+    compute_dtype: Literal["bfloat16", "float16"] | None = None
     """Dtype for matmuls, activations (also when they are sent) and gathered weights. Weights, optimizer state and
-    gradient sums keep dtype. Frozen weights under adapters use compute_dtype. If omitted, dtype is used.
+    gradient sums keep dtype. Frozen weights under adapters use compute_dtype. With "float16", the loss is scaled. If omitted,
+    dtype is used.
+    """
+    loss_scale: float | None = Field(default=None, gt=0, le=2.0**64, examples=[1024.0])
+    """With compute_dtype = "float16": the first factor of the loss, which then follows the rule of torch.amp.GradScaler. If
+    omitted, it is 65536.
+    """
+    float8: Literal["tensorwise", "rowwise"] | None = None
+    """With compute_dtype = "bfloat16": multiply the linear layers' matrices in float8, with one scale for each matrix or for each
+    row. Needs torchao, and a GPU with compute capability 8.9 or newer. If omitted, compute_dtype is used.
     """
     state_dtype: Literal["bfloat16"] | None = None
     """Dtype in which the optimizer stores its moments between steps. The optimizer computes in dtype. If omitted, dtype."""
@@ -336,6 +348,11 @@ class TrainConfig(Section):
     """With checkpoint_every: continue training while a checkpoint is being written."""
     keep: int = Field(default=2, ge=1)
     """With checkpoint_every: number of most recent checkpoints to keep."""
+    init_from: Text | None = Field(default=None, examples=["runs/base"])
+    """Weights to start from, relative to the config file: a run or a checkpoint, saved on any mesh; a folder or file of
+    safetensors; a file of torch.save; or a folder of torch.distributed.checkpoint. If omitted, weights are generated, or read
+    from model.pretrained.
+    """
     resume: bool = False
     """Resume from the last complete checkpoint in out, if there is one."""
     resume_changed: FrozenList[Literal["data", "seq_len", "global_batch_size"]] = ()

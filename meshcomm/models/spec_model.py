@@ -194,9 +194,8 @@ class SpecModel(Model):
                     spec.initialise(name, tuple(parameter.shape)) if spec.initialise else drawn[name],
                 )
             return
-        ignored = (*self._ignored, *(f"^{re.escape(name)}$" for name in (spec.tied or ())[1:]))
-        with Folder(spec.weights, base=self._base, ignored=ignored) as folder:
-            sources = self._sources(folder)
+        with Folder(spec.weights, **self.folder_options()) as folder:
+            sources = self.sources(folder)
             folder.check(sources, [name for name in self._names if not self._is_added(name)], self._buffers)
             for name, parameter in parameters.items():
                 if spec.initialise is not None and self._is_added(name):
@@ -212,7 +211,12 @@ class SpecModel(Model):
     def _is_added(self, name: str) -> bool:
         return any(matches(pattern, name) for pattern in self.spec.added)
 
-    def _sources(self, folder: Folder) -> Mapping[str, Source]:
+    def folder_options(self) -> dict[str, Any]:
+        """Return the arguments of `Folder` for this model."""
+        tied = (f"^{re.escape(name)}$" for name in (self.spec.tied or ())[1:])
+        return {"base": self._base, "ignored": (*self._ignored, *tied)}
+
+    def sources(self, folder: Folder) -> Mapping[str, Source]:
         """Return the source of each parameter in a folder.
 
         A tied weight that the folder stores twice is listed under both names.

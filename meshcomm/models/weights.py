@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
@@ -69,18 +69,35 @@ _SAME: Final = "use config.json and weights of the same model"
 class Folder:
     """A folder of safetensors in transformers' layout: one file, or several files with an index.
 
+    path:    the folder, or one file of safetensors.
     base:    a prefix that all names in the folder may lack, as in a folder of the model without its head.
     ignored: patterns of names that the model does not use.
+    pieces:  the tensors by name, if the files have another format: objects like those of `piece`.
 
     The class and its methods raise TrainingError if the folder does not exist, or a file is missing, truncated or damaged.
     """
 
-    def __init__(self, path: Path, *, base: str = "", ignored: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        base: str = "",
+        ignored: Sequence[str] = (),
+        pieces: Mapping[str, Any] | None = None,
+    ) -> None:
         self._path, self._base, self._ignored = path, base, (*_IGNORED, *ignored)
+        self._pieces = pieces
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
         self._mapped = 0
         index = path / INDEX
+        if pieces is not None:
+            self._places = dict.fromkeys(pieces, "")
+            return
+        if path.suffix == ".safetensors" and path.is_file():
+            self._path = path.parent
+            self._places = dict.fromkeys(self._file(path.name).keys(), path.name)
+            return
         # If both exist, transformers reads the single file.
         if (path / SINGLE).is_file():
             self._places = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
@@ -115,11 +132,18 @@ class Folder:
         """The names of all tensors in the folder."""
         return list(self._places)
 
-    def check(self, sources: Mapping[str, Source], wanted: Sequence[str], more: Sequence[str] = ()) -> None:
+    def check(
+        self,
+        sources: Mapping[str, Source],
+        wanted: Collection[str],
+        more: Sequence[str] = (),
+        kinds: Mapping[str, Tensor | Kept] | None = None,
+    ) -> None:
         """Raise TrainingError if the folder lacks any of the full model's parameters (`wanted`) or contains other tensors.
 
         more: buffers that the folder may contain.
-        The index is trusted: only the files that this rank reads are opened.
+        kinds: tensors whose shapes and kinds of dtype are compared too, except for conversions.
+        The index is trusted: only the files of `kinds` are opened.
         """
         missing = [name for name in wanted if name not in sources]
         known_names: set[str] = set()
@@ -133,17 +157,33 @@ class Folder:
             for name in self._places
             if name not in known_names and not any(re.search(pattern, name) for pattern in self._ignored)
         ]
-        if missing or extra:
+        unfit: list[str] = []
+        for name, kind in (kinds or {}).items():
+            if name in sources and name not in missing and sources[name].convert is None:
+                try:
+                    self._cuts(sources[name], kind)
+                except (ShapeError, TrainingError) as error:
+                    unfit.append(f"{name}, {error.given} instead of {error.expected}")
+        if missing or extra or unfit:
             raise TrainingError(
                 f"the weights in {self._path} do not match the model",
                 given="\n".join(
                     f"{len(some)} {what}: {listed(some)}"
-                    for what, some in (("missing", missing), ("unexpected", extra))
+                    for what, some in (
+                        ("missing", missing),
+                        ("unexpected", extra),
+                        ("that do not fit", unfit),
+                    )
                     if some
                 ),
-                expected=f"the {len(wanted)} tensors of the model that its config.json describes",
+                expected=f"the {len(wanted)} tensors of the model"
+                + (" that its config.json describes" if kinds is None else ""),
                 hint=(did_you_mean(missing[0], extra) if missing and extra else None)
-                or "use config.json and weights of the same model; or [model] build, for another model",
+                or (
+                    "use config.json and weights of the same model; or [model] build, for another model"
+                    if kinds is None
+                    else "the configuration of the model whose weights these are"
+                ),
             )
 
     @torch.no_grad()
@@ -252,6 +292,8 @@ class Folder:
     def piece(self, name: str) -> Any:
         """Return the safetensors package's object for a tensor, from which slices can be read."""
         called = self._called(name)
+        if self._pieces is not None and called in self._pieces:
+            return self._pieces[called]
         if called not in self._places:
             raise TrainingError(
                 f"the weights in {self._path} have no {name}",

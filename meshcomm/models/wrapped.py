@@ -108,6 +108,7 @@ class WrappedModule(Model):
             "parallel.expert": splits.expert is not None,
             "train.activation_checkpointing": bool(train.activation_checkpointing),
             "train.compile": train.compile,
+            "train.float8": train.float8 is not None,
         }
         for setting in (setting for setting, wanted in asked.items() if wanted):
             raise UnsupportedOp(

@@ -23,6 +23,7 @@ from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync, broadcast_values
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.expert import separate
+from meshcomm.parallel.float8 import check_tokens, to_float8
 from meshcomm.parallel.memory import materialise, to_train_mode
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, TiedWeight
@@ -57,6 +58,8 @@ class LocalModel:
         self.splits = splits = self._split(sections.model)
         self.stages = self._divide()
         self.modules = nn.ModuleList([model.stage(self.splits, stage) for stage in self.stages])
+        if train.float8 is not None and not mesh.is_fake:
+            on_all_ranks(mesh, "multiply in float8", self._in_float8)
         for module in self.modules:
             to_train_mode(module)
         self._check_parts()
@@ -262,6 +265,13 @@ class LocalModel:
         layers = split_layers(model.num_layers, count, costs.layers, first=costs.embedding, last=costs.head)
         coord = self.mesh.coord(parallel.pipeline) if parallel.pipeline else 0
         return [Stage(index, count, layers[index]) for index in stages_of_rank(coord, self._ranks, per_rank)]
+
+    def _in_float8(self) -> None:
+        train, data = self._train, self._data
+        if data is not None:
+            check_tokens(train.micro_batch_size * data.seq_len // self.splits.context.size)
+        for module in self.modules:
+            to_float8(module, str(train.float8), self.mesh.device, self.model.vocab_size)
 
     def _check_parts(self) -> None:
         """Raise UnsupportedOp for embeddings whose results depend on which samples a rank has."""

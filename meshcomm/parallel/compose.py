@@ -18,6 +18,7 @@ from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.average import Average
 from meshcomm.parallel.batch import Batch, Batches
 from meshcomm.parallel.build import LocalModel
+from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.expert.load import Loads
 from meshcomm.parallel.loss import StepLoss, module_of
 from meshcomm.parallel.memory import eval_mode
@@ -116,7 +117,7 @@ class Engine:
         self._lr: float | None = None
         # A step is undone only if lost ranks are replaced.
         self._recovers = mesh.elastic.recovers
-        self._skips = train.on_nonfinite == "skip"
+        self._skips = train.on_nonfinite == "skip" or train.compute_dtype == "float16"
         self._before: dict[str, Any] = {}
         self._local = local = LocalModel(mesh, known, model, filled)
         self.data_size, self.data_coord = local.data_size, local.data_coord
@@ -155,6 +156,11 @@ class Engine:
             list(self.modules), self.optimizer, saved, model.tied, loss if calls else None, self.average
         )
         self.check_optimizer = self._state.check_optimizer
+        self._scale = self._state.loss_scale = self._loss.scale
+        if self._scale is not None:
+            for part in self.modules.modules():
+                if isinstance(part, Experts):
+                    part.loss_scale = self._scale.value
         self._norm = GradientNorm(
             mesh,
             local.named,
@@ -185,6 +191,20 @@ class Engine:
         If the first and the last stage share a weight, the first stage owns it.
         """
         return [pair for pair in self._local.named if pair[1] is not self._local.copy]
+
+    def all_weights(self) -> dict[str, Tensor | Kept]:
+        """Return this rank's weights and saved buffers by name, in a checkpoint's layout, also a copy that another rank owns."""
+        return {name.removeprefix("model."): each for name, each in self._state.weights().items()}
+
+    def further_names(self) -> dict[str, str]:
+        """Return the further names of weights that modules share on this rank, each with the name of `own_parameters`."""
+        names = {id(parameter): name for name, parameter in self._local.named}
+        return {
+            name: names[id(parameter)]
+            for module in self.modules
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if names[id(parameter)] != name
+        }
 
     def own_weights(self) -> dict[str, Tensor | Kept]:
         """Return the weights of `own_parameters` in a checkpoint's layout, and the buffers that are saved with the weights."""
@@ -304,6 +324,8 @@ class Engine:
         if self.before_update is not None:
             self.before_update()
         self._update.step(step.number, step.spoilt)
+        if self._scale is not None:
+            self._scale.update(step.spoilt)
         self._loads.apply(step.spoilt)
         if self.average is not None:
             self.average.update(step.spoilt)

@@ -19,6 +19,7 @@ from meshcomm.layout.names import listed
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
+from meshcomm.parallel.torch_private import update_scale
 from meshcomm.parallel.tree import tensors_of, with_tensors
 
 IGNORED: Final = -100
@@ -30,13 +31,37 @@ class StepSum(NamedTuple):
     """What the losses of a step add up to.
 
     loss: this rank's share of the step's loss; None if its stages have none. divisor: the number by which the sum of all
-    losses is divided. factor: what the step's gradients must be multiplied by; None for 1. terms: float64 (terms,).
+    losses is divided. factor: what the step's gradients must be multiplied by; None for 1. terms: float64 (terms,), the loss's
+    and then the loss scale, if there is one.
     """
 
     loss: Tensor | None
     divisor: Tensor
     factor: Tensor | None
     terms: Tensor
+
+
+@final
+class LossScale:
+    """The factor of a float16 step's loss: without it, small gradients would be rounded to 0. A step that overflows is skipped and
+    halves it; 2000 steps without an overflow double it.
+
+    value: float32 (). steps: int32 (), the number of steps since it changed.
+    """
+
+    def __init__(self, first: float, device: torch.device) -> None:
+        self.first = first
+        self.value = torch.full((), first, device=device)
+        self.steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, spoilt: Tensor) -> None:
+        """Follow a step. spoilt: nonzero if it was skipped."""
+        update_scale(self.value, self.steps, spoilt)
+
+    def put_back(self, value: float, steps: int) -> None:
+        """Continue from a checkpoint."""
+        self.value.fill_(value)
+        self.steps.fill_(steps)
 
 
 @final
@@ -47,6 +72,7 @@ class StepLoss:
     -100. The divisor is then known before the first forward pass. The divisor of an own loss is known after the last one.
 
     names: the names of the own loss's terms, known after the first step.
+    scale: the factor of a step's loss in the backward pass; None for 1. It is not in the results.
 
     Every rank and every step use the form of the first step: a mean or (sum, count). Means need no counts, so later steps of
     a loss without terms exchange nothing here.
@@ -58,6 +84,9 @@ class StepLoss:
         self._mesh, self._splits, self._own = splits.mesh, splits, model.own_loss
         self._mixed = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self._dtype = splits.tensor.dtype
+        self.scale: LossScale | None = None
+        if train.compute_dtype == "float16":
+            self.scale = LossScale(train.loss_scale or 2.0**16, splits.mesh.device)
         self._logits = model.outputs(splits) if model.vocab_size else 0
         self._divided = 0 < self._logits < model.vocab_size
         self._undivided = TensorSplit(splits.tensor.mesh, None, splits.tensor.dtype)
@@ -115,11 +144,12 @@ class StepLoss:
         """
         self._rows, self._pairs = [], 0
         self._counts = evaluates or (self._own is not None and not (self._means and not self.names))
-        if self._own is not None:
-            self._divisor = torch.ones_like(self._pieces) if evaluates else self._pieces
-            return
         divisor = torch.ones((), dtype=torch.float64)
-        if not evaluates:
+        if evaluates:
+            pass
+        elif self._own is not None:
+            divisor = self._pieces
+        else:
             if not isinstance(targets, Tensor):
                 raise TrainingError(
                     "the built-in loss takes one tensor of targets",
@@ -130,6 +160,8 @@ class StepLoss:
             divisor = (targets != IGNORED).sum().to(torch.float64)
             divisor = self._splits.summed(divisor, self._splits.data)
         self._divisor = divisor.to(self._mesh.device, self._dtype)
+        if self.scale is not None and not evaluates:
+            self._divisor = self._divisor / self.scale.value
 
     def __call__(self, outputs: Any, targets: Any, weight: float = 1.0) -> Tensor:
         """Return a microbatch's share of the step's loss, up to the factor of `finish`.
@@ -192,11 +224,16 @@ class StepLoss:
         Called by: every rank.
         """
         none = torch.zeros(0, dtype=torch.float64, device=self._mesh.device)
+        scale = None if self.scale is None else self.scale.value.double().reshape(1)
         # The ranks along context have the same whole loss, and later add their shares.
         shares = 1 if self._slices else self._splits.context.size
         if not self._counts:
             whole = loss if loss is None or shares == 1 else loss / shares
-            return StepSum(whole, self._divisor, None, none)
+            if scale is None:
+                return StepSum(whole, self._divisor, None, none)
+            factor = scale[0].reciprocal()
+            whole = None if whole is None else (whole * factor).to(whole.dtype)
+            return StepSum(whole, self._divisor * scale[0], factor, scale)
         splits = self._splits
         if not self._knows_names and self._own is not None:
             # Only the last stage calls the loss.
@@ -222,7 +259,10 @@ class StepLoss:
         factor = self._divisor.double() / totals[0]
         if loss is not None:
             loss = (loss * factor / shares).to(loss.dtype)
-        return StepSum(loss, totals[0], None if self._means else factor, totals[1::2] / totals[2::2])
+        terms = totals[1::2] / totals[2::2]
+        if scale is not None:
+            return StepSum(loss, totals[0], factor, torch.cat([terms, scale]))
+        return StepSum(loss, totals[0], None if self._means else factor, terms)
 
     # -- inside ---------------------------------------------------------------------------------
 

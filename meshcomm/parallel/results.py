@@ -31,7 +31,8 @@ class Done(NamedTuple):
     loss: the mean over the global batch's tokens, before the step. gradient_norm: the norm of all gradients together,
     before clipping. lr: the step's learning rate. fault: "" if the step was applied. If the step was skipped because its
     loss or norm is not finite, a message that names the rank and the parameter whose gradient is not finite. terms: the
-    further terms that the loss function returned, by name.
+    further terms that the loss function returned, by name. loss_scale: the factor of the step's loss in the backward pass; None
+    without float16.
     """
 
     number: int
@@ -40,6 +41,7 @@ class Done(NamedTuple):
     fault: str = ""
     lr: float = 0.0
     terms: Mapping[str, float] = {}
+    loss_scale: float | None = None
 
 
 class _Pending(NamedTuple):
@@ -65,7 +67,8 @@ class Results:
 
     Args:
         splits: the dims along which gradients are summed, and the pipeline.
-        settings: [parallel] and [train]. `on_nonfinite` decides whether the steps after a skipped one are applied.
+        settings: [parallel] and [train]. `on_nonfinite` decides whether the steps after a skipped one are applied. In float16, a
+            step whose gradients alone are not finite is always skipped.
         norm: computes the gradient norm of `parameters`, which are in the order of the forward pass.
         stage: the stage that contains the last parameter.
         vocab_size: the exclusive upper bound of the ids.
@@ -87,9 +90,10 @@ class Results:
         self._splits, self._mesh = splits, splits.mesh
         self._norm, self._parameters, self._stage = norm, parameters, stage
         self._vocab_size, self._lr, self._stop = vocab_size, train.lr, train.on_nonfinite == "stop"
+        self._scales = train.compute_dtype == "float16"
         self._pieces = math.prod(map(self._mesh.size, splits.gradients))
         self._epoch, self._epochs = -1, list[Tensor]()
-        self._spoilt = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
+        self._spoilt = self._ended = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
         self._steps: list[_Pending] = []
         self._seen: list[Done] = []
         self._last = torch.zeros(3, dtype=torch.float64)
@@ -107,6 +111,8 @@ class Results:
         self._last = held = torch.tensor(values, dtype=torch.float64, device=self._spoilt.device)
         self._steps.append(_Pending(number, lr, held, self._norm.each, count, None, None))
         self._spoilt = torch.full_like(self._spoilt, spoilt)
+        if self._stop:
+            self._ended = torch.maximum(self._ended, self._ends(held))
         return self._spoilt
 
     def pending(self) -> list[Done]:
@@ -119,8 +125,11 @@ class Results:
                 steps[-1] = steps[-1]._replace(fault="its loss or gradient norm is not finite")
         return steps
 
-    def _done(self, step: _Pending, loss: float, norm: float, terms: Sequence[float]) -> Done:
-        return Done(step.number, loss, norm, lr=step.lr, terms=dict(zip(self._names, terms, strict=True)))
+    def _done(self, step: _Pending, loss: float, norm: float, terms: list[float]) -> Done:
+        scale = terms.pop() if self._scales else None
+        return Done(
+            step.number, loss, norm, "", step.lr, dict(zip(self._names, terms, strict=True)), loss_scale=scale
+        )
 
     @torch.no_grad()
     def add(
@@ -166,8 +175,14 @@ class Results:
         not_finite = (~values.isfinite().all()).float()
         self._last = values = torch.cat([values, step_sum.terms])
         self._steps.append(_Pending(number, lr, values, self._norm.each, count, loss, ends, apart, missing))
-        self._spoilt = torch.maximum(self._spoilt, not_finite) if self._stop else not_finite
+        self._spoilt = torch.maximum(self._ended, not_finite)
+        if self._stop:
+            self._ended = torch.maximum(self._ended, self._ends(values))
         return self._spoilt
+
+    def _ends(self, values: Tensor) -> Tensor:
+        """Return whether a step with these values ends the run, if `on_nonfinite` is "stop": float32 (), 0 or 1."""
+        return (~values[: 1 if self._scales else 3].isfinite().all()).float()
 
     def collect(self) -> list[Done]:
         """Return the steps since the previous call, in order. Waits for the device.
@@ -189,7 +204,7 @@ class Results:
                     raise _apart(done.number)
                 self.check_used(done.number, step.missing)
                 done = done._replace(fault=self._fault(step))
-                if self._stop:
+                if self._stop and not (self._scales and math.isfinite(mean)):
                     raise _stopped(done, step.lr, self._lr, not step.counted.item())
             collected.append(done)
         return collected

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import ObjectError, TrainingError
 from meshcomm.parallel.average import Average
+from meshcomm.parallel.loss import LossScale
 from meshcomm.parallel.narrow_state import is_moment
 from meshcomm.parallel.sparse import members_of, optimizers_in
 from meshcomm.parallel.tensor.parameters import local, split_dims
@@ -105,6 +106,8 @@ class State:
             for parameter in group["params"]
         }
         self.scheduler: LRScheduler | None = None
+        # The loss scale, which changes with each step in float16.
+        self.loss_scale: LossScale | None = None
         # Whether each step is given its learning rate. If so, the groups' rates are not state.
         self.given_lr = False
         self._note()
@@ -287,6 +290,8 @@ class State:
             },
             "attributes": changed,
         }
+        if self.loss_scale is not None:
+            facts["loss_scale"] = [self.loss_scale.value.item(), self.loss_scale.steps.item()]
         if self.scheduler is not None:
             facts["scheduler"] = self._of_scheduler(self.scheduler)
         return {"optimizer": kind, **{key: value for key, value in facts.items() if value}}
@@ -365,6 +370,8 @@ class State:
         vars(optimizer).update(_values(self._attributes))
         vars(optimizer).update(training.get("attributes", {}))
         self._put_groups(facts, training.get("scheduler"), steps)
+        if self.loss_scale is not None:
+            self.loss_scale.put_back(*training.get("loss_scale", (self.loss_scale.first, 0)))
 
     def check_optimizer(
         self, made_by: str, facts: Mapping[str, Mapping[str, Any]], has_tensors: bool

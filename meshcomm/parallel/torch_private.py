@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map as tree_map
 from meshcomm.errors import UnsupportedOp
 
 _CPU = torch.device("cpu")
+# The number of steps without an overflow after which a loss scale is doubled.
+GROWTH_INTERVAL = 2000
 
 
 @final
@@ -64,6 +66,13 @@ def has_memory(x: torch.Tensor) -> bool:
         return False
     addresses = _addresses() if _addresses.cache_info().currsize else None
     return addresses is None or not addresses.first <= x.data_ptr() < addresses.first + addresses.SPAN
+
+
+def update_scale(scale: torch.Tensor, steps: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Update a loss scale, float32 (), and the number of steps since it changed, int32 (), as torch.amp.GradScaler does by
+    default. found_inf: float32 (), nonzero if a gradient is not finite. Does not wait for the device.
+    """
+    torch._amp_update_scale_(scale, steps, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
 
 
 def parts_of_dtensor(x: Any) -> tuple[torch.Tensor, Any]:

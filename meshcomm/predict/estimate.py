@@ -19,7 +19,7 @@ from meshcomm.predict.passes import microbatches_held
 from meshcomm.predict.stages import PartCosts, attention_costs, part_costs
 from meshcomm.predict.times import Operation
 
-_BYTES: Final = {"float32": 4, "float64": 8, "bfloat16": 2}
+_BYTES: Final = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 # The parts that are dims of the base, outermost first by default.
 BASE: Final[tuple[ParallelRole, ...]] = ("pipeline", "data", "shard", "context", "tensor")
 # Parts, or dims, whose ranks make a call together. The dim of the experts' copies (edp) is "replica", or "expert shard"

@@ -27,7 +27,7 @@ from meshcomm.train.data import Corpus, load
 from meshcomm.watching.verdict import alike, majority
 
 # Settings that may differ between hosts.
-_PATHS = {"files", "tokens", "chat", "tokenizer", "validation_files", "pretrained", "out"}
+_PATHS = {"files", "tokens", "chat", "tokenizer", "validation_files", "pretrained", "out", "init_from"}
 _WEIGHTS = "pretrained_sha256"
 # The number of bytes of each tensor, and of a file's header, that are read to compare weights.
 _FIRST, _LONGEST = 4096, 1 << 28

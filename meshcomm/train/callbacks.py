@@ -69,7 +69,7 @@ class Step:
     seconds: float
     """Seconds since the start of the first step."""
     skipped: int = 0
-    """Number of steps skipped so far with `train.on_nonfinite = "skip"`."""
+    """Number of steps skipped so far with `train.on_nonfinite = "skip"`, or because float16 overflowed."""
     fault: str = ""
     """In a skipped step, the rank and the parameter whose gradient is not finite."""
     model_flops_per_s: float | None = None
@@ -86,6 +86,8 @@ class Step:
     """With experts: `expert_max_over_mean`, the largest load of an expert divided by the mean load of its layer;
     `experts_dropped`, the fraction of the choices that a capacity dropped; and `expert_load`, by layer, the fraction of the
     choices that each expert got. All are those of this step's global batch. Empty in a skipped step that is not logged."""
+    loss_scale: float | None = None
+    """With float16, the factor of this step's loss in the backward pass. If the step was skipped, the next step's is half of it."""
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def known_peak(name: str, dtype: str, tf32: bool = False) -> float | None:
     >>> known_peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is known_peak("Abacus", "float32") is None
     True
     """
-    column = "tf32" if dtype == "float32" and tf32 else dtype
+    column = {"float16": "bfloat16", "float32": "tf32" if tf32 else "float32"}.get(dtype, dtype)
     peaks = next((peak for pattern, peak in _PEAKS.items() if re.search(pattern, name)), ())
     tera = dict(zip(("bfloat16", "tf32", "float32"), peaks, strict=False)).get(column)
     return None if "MIG" in name.split() or tera is None else round(tera * 1e12, -9)

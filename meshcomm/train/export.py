@@ -16,13 +16,13 @@ from meshcomm.comm.codec import decode
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.config.model import LoraConfig
 from meshcomm.config.pretrained import DROPPED
-from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
+from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks, ranks_of
 from meshcomm.models import model_of
 from meshcomm.models.lora import ADAPTER, adapter_options, with_adapters
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.state import OF_MODULE, OF_PARAMETER
-from meshcomm.train.checkpoint.folder import FOLDER, checkpoints_in, is_complete, name_of, path_of
+from meshcomm.train.checkpoint.folder import find_checkpoint, path_of
 from meshcomm.train.checkpoint.lock import PRETRAINED, Lock
 from meshcomm.train.checkpoint.parts import Kind
 from meshcomm.train.checkpoint.reader import Saved
@@ -56,24 +56,6 @@ class Exported(NamedTuple):
     step: int
     tensors: int
     bytes: int
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, or the last checkpoint of the run in `path`. Raises TrainingError if there is none.
-
-    The checkpoint may be damaged, in which case `Lock.read` raises.
-    """
-    saved = checkpoints_in(path / FOLDER) or checkpoints_in(path)
-    if is_complete(path) or (not saved and path in checkpoints_in(path.parent)):
-        return path
-    if not saved:
-        raise TrainingError(
-            f"there is no complete checkpoint in {path}",
-            given=f"{path}" if path.is_dir() else f"{path}, which is not a folder",
-            expected=f"a run's train.out, or one of its {FOLDER}/{name_of(100)}",
-            hint="to save checkpoints, set train.checkpoint_every = 100",
-        )
-    return saved[-1]
 
 
 def export_weights(source: Path, target: Path, *, ema: bool = False) -> Exported:

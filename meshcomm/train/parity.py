@@ -87,6 +87,8 @@ def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
         raise _no_training(config)
     narrow = {
         "train.compute_dtype": train.compute_dtype,
+        "train.loss_scale": train.loss_scale,
+        "train.float8": train.float8,
         "parallel.options.reduce_dtype": None if parallel is None else parallel.options.reduce_dtype,
         "train.float32_matmul_precision": train.float32_matmul_precision,
     }

@@ -370,6 +370,7 @@ class Steps:
                 fault=done.fault,
                 terms=done.terms,
                 experts=(loads or {}) if not self._results else {},
+                loss_scale=done.loss_scale,
                 **({} if rates is None else rates._asdict()),
                 peak_memory_bytes=None if memory is None else memory.nbytes,
                 peak_memory_rank=None if memory is None else memory.rank,
@@ -440,6 +441,11 @@ def _nothing_finite(done: Done, train: TrainConfig) -> TrainingError:
     return TrainingError(
         f"steps {done.number - _IN_A_ROW} to {done.number} have no finite result, so skipping them does not help",
         given=done.fault,
-        expected=f'{_IN_A_ROW} such steps in a row at most, with train.on_nonfinite = "skip"',
-        hint=f"a smaller train.lr than {train.lr:g}; or run meshcomm parity to look for an error in the model",
+        expected=f"{_IN_A_ROW} such steps in a row at most",
+        hint=(
+            ""
+            if done.loss_scale is None
+            else f"train.loss_scale = {done.loss_scale / 2:g}, if larger gradients overflow in float16; "
+        )
+        + f"a smaller train.lr than {train.lr:g}; or run meshcomm parity to look for an error in the model",
     )

@@ -41,6 +41,7 @@ from meshcomm.train.arguments import (
 )
 from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint.checkpoints import Checkpoints, resume, state_of, write
+from meshcomm.train.checkpoint.init_from import start_from
 from meshcomm.train.checkpoint.lease import Attempt, Lease, find_attempt
 from meshcomm.train.checkpoint.lock import Lock, check_batch_size, lock_of
 from meshcomm.train.data import (
@@ -178,7 +179,8 @@ class Trainer:
         if sections.train.check and self._recorder is None and not mesh.is_fake:
             self._check = ProgramCheck(mesh, sections, self._model, self._optimizer)
         if isinstance(model, nn.Module):
-            self._make(True)
+            # Weights that a checkpoint may replace are not read yet.
+            self._make(not sections.train.init_from)
 
     def _recovering(self, action: Callable[[], T], begins: bool = False) -> T:
         """Return the result of `action`, which is repeated if it fails because ranks were lost and replaced.
@@ -569,9 +571,11 @@ class Trainer:
             return corpus_of(facts.sections, self._model.vocab_size)
         return agreed_corpus(self.mesh, facts, self._model.vocab_size)
 
-    def _make(self, filled: bool) -> Engine:
+    def _make(self, asked: bool) -> Engine:
+        """Return the engine. asked: whether its parameters are filled, if they are not."""
+        init_from = self._facts.sections.train.init_from
         if self._made is None:
-            holds = filled
+            holds = filled = asked and init_from is None
             # Parameters that a checkpoint does not have are read or initialized at each start.
             filled = filled or not self._model.saves_all
             if filled and self._given is None:
@@ -586,6 +590,9 @@ class Trainer:
             self._made, self._holds = engine, holds
             if self._check is not None:
                 self._check.follow(engine, self._say_what_is_not_checked)
+        if asked and init_from is not None and not self._holds:
+            start_from(self._mesh, self._made, Path(init_from))
+            self._holds = True
         return self._made
 
     def _say_what_is_not_checked(self) -> None:

@@ -17,8 +17,8 @@ from meshcomm.models import spec_model
 from meshcomm.parallel.tensor.parameters import local
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
+from meshcomm.train.checkpoint.folder import find_checkpoint
 from meshcomm.train.checkpoint.reader import Saved
-from meshcomm.train.export import find_checkpoint
 from meshcomm.train.parity import Record, compare, record, reference
 from tests.models.families import config_of, folder_of
 

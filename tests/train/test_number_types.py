@@ -56,11 +56,17 @@ def trained(case: dict[str, Any], alone: bool) -> Found:
             pytest.param(name, "bfloat16", 2e-2, marks=[pytest.mark.parity] * (name in NARROW[:2]))
             for name in NARROW
         ),
+        ("pp2 ep2", "float16", 3e-3),
+        pytest.param("shard2 cp2 ulysses", "float16", 3e-3, marks=pytest.mark.parity),
     ],
 )
 @pytest.mark.deep_cases(r"\[(pp2 tp2 sequence recompute|True-1f1b|False-zero_bubble)")
 def test_narrow_types_stay_close(pool: Pool, mesh: str, compute: str | None, tolerance: float) -> None:
-    exact, case = PAIRS[mesh], copy.deepcopy(PAIRS[mesh])
+    exact = copy.deepcopy(PAIRS[mesh])
+    if compute == "float16" and exact["model"].get("experts"):
+        # So large that the norm shows whether the gradients of the balance loss have the same scale.
+        exact["model"]["balance_loss"] = 5.0
+    case = copy.deepcopy(exact)
     case["train"] |= {"dtype": "float32"} | ({} if compute is None else {"compute_dtype": compute})
     losses, norms, types = pool.run(trained, case, True, ranks=1)[0]
     wanted, wanted_norms, _ = pool.run(trained, exact, True, ranks=1)[0]

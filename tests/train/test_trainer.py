@@ -331,7 +331,7 @@ def loaded(config: Config, folder: Path, damage: str) -> str:
         if mesh.rank == 0 and damage == "missing":
             lock.unlink()
         elif mesh.rank == 0 and damage == "older":
-            lock.write_text(lock.read_text().replace('"format": 4', '"format": 3'))
+            lock.write_text(lock.read_text().replace('"format": 5', '"format": 3'))
         elif mesh.rank == 0 and damage == "changed":
             lock.write_text(lock.read_text().replace('"step": 1', '"step": 7'))
         mesh.barrier()

@@ -22,8 +22,9 @@ from meshcomm.errors import ConfigError, MeshcommError, TrainingError
 from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Trainer, export, run, save_pretrained
+from meshcomm.train.checkpoint.folder import find_checkpoint
 from meshcomm.train.checkpoint.lock import Lock
-from meshcomm.train.export import export_pretrained, find_checkpoint
+from meshcomm.train.export import export_pretrained
 from tests.models.families import folder_of
 
 pytestmark = pytest.mark.long

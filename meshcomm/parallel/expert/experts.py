@@ -130,7 +130,8 @@ class Experts(nn.Module):
             nothing to y (see `within_capacity`).
         context: the dim along which samples are split, if any.
         balance_weight: multiplies a microbatch's balance loss (`routing.balance`). A backward pass through y adds the
-            gradient of this product. The loss must not be scaled afterwards. This attribute may be set later.
+            gradient of this product. The loss must not be scaled afterwards, except by the attribute `loss_scale`, which multiplies
+            this gradient too. These attributes may be set later.
         biased: whether a bias for each expert is added when experts are chosen. In a Trainer, model.bias_update_speed changes it.
 
     Parameters: `router.weight` (experts, hidden_size) is dense: it is equal on all ranks, and its gradient is summed along the
@@ -168,6 +169,7 @@ class Experts(nn.Module):
         self.capacity_factor, self.balance_weight = capacity_factor, balance_weight
         self.router = Router(tensor, hidden_size, experts, experts_per_token, normalised, biased)
         self.experts = ExpertWeights(tensor, self.dim, hidden_size, intermediate_size, experts)
+        self.loss_scale: Tensor | None = None
         self._compared = 0
 
     @outside_graphs  # the number of sent rows depends on the data, which a graph does not allow
@@ -213,7 +215,7 @@ class Experts(nn.Module):
         y = self._through(samples, choice.weights, choice.chosen, keep)
         y = self.tensor.leave(y.unflatten(0, samples.shape[:2]))
         if uneven is not None:
-            y = attach(y, uneven, self.balance_weight)
+            y = attach(y, uneven, self.balance_weight, self.loss_scale)
         return y.view(x.shape)
 
     def _through(self, x: Tensor, weights: Tensor, chosen: Tensor, keep: Tensor | None) -> Tensor:

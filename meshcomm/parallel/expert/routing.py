@@ -128,25 +128,27 @@ def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
     return (fraction * mass).sum() * (experts / (tokens * samples))
 
 
-def attach(y: Tensor, loss: Tensor, weight: float) -> Tensor:
-    """Return `y` unchanged. A backward pass through the result gives `loss` the gradient `weight`.
+def attach(y: Tensor, loss: Tensor, weight: float, scale: Tensor | None = None) -> Tensor:
+    """Return `y` unchanged. A backward pass through the result gives `loss` the gradient `weight`, times `scale`.
 
     This adds `weight * loss` to the total loss, even if the rest of the loss is computed on another pipeline stage.
     """
-    attached: Tensor = _Attach.apply(y, loss, weight)
+    attached: Tensor = _Attach.apply(y, loss, weight, scale)
     return attached
 
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor, weight: float) -> Tensor:
+    def forward(ctx: Any, y: Tensor, loss: Tensor, weight: float, scale: Tensor | None) -> Tensor:
         ctx.gradient = torch.full_like(loss, weight)
+        if scale is not None:
+            ctx.gradient *= scale
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return dy, ctx.gradient, None
+        return dy, ctx.gradient, None, None
 
 
 def capacity(factor: float, tokens: int, slots: int, experts: int) -> int:

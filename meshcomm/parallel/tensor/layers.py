@@ -21,6 +21,8 @@ from meshcomm.parallel.torch_private import hooked
 from meshcomm.transfer.fused import FUSED, joined
 
 Reduction: TypeAlias = Literal["mean", "sum"]
+# F.linear, or the same in float8.
+Product: TypeAlias = Callable[..., Tensor]
 
 
 def entered(x: Tensor) -> Tensor:
@@ -72,6 +74,7 @@ class ColumnParallel(nn.Module):
     meshcomm_output = "split"
     meshcomm_transposed = False
     meshcomm_rows: slice | None = None
+    meshcomm_product: Product = staticmethod(F.linear)
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class ColumnParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        y = F.linear(self.meshcomm_entry(x), _matrix(self), held(self, "bias"))
+        y = self.meshcomm_product(self.meshcomm_entry(x), _matrix(self), held(self, "bias"))
         split = self.meshcomm_split
         if self.meshcomm_output == "whole" and split.size > 1:
             return split.mesh.functional.all_gather(split.dim, y, -1, grad="slice")
@@ -112,7 +115,11 @@ def columns(x: Tensor, *layers: ColumnParallel) -> tuple[Tensor, ...]:
         or torch.compiler.is_compiling()
         or transforming()
         or any(
-            type(layer) is not ColumnParallel or layer.bias is not None or hooked(layer) for layer in layers
+            type(layer) is not ColumnParallel
+            or layer.bias is not None
+            or "meshcomm_product" in vars(layer)
+            or hooked(layer)
+            for layer in layers
         )
     ):
         x = split.enter(x)
@@ -158,6 +165,7 @@ class RowParallel(nn.Module):
     meshcomm_split: TensorSplit
     meshcomm_input = "split"
     meshcomm_transposed = False
+    meshcomm_product: Product = staticmethod(F.linear)
 
     def __init__(self, split: TensorSplit, n_in: int, n_out: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -175,7 +183,7 @@ class RowParallel(nn.Module):
             x = split.mesh.functional.slice(split.dim, x, -1)
         summed = split.size > 1 and not torch.compiler.is_compiling()
         with added_up() if summed else nullcontext():
-            y = F.linear(x, _matrix(self))
+            y = self.meshcomm_product(x, _matrix(self))
         y = split.leave(y)
         bias = held(self, "bias")
         return y if bias is None else y + bias.to(y.dtype)

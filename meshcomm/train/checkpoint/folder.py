@@ -81,6 +81,24 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted((path for path in named if is_taken(path)), key=step_of)
 
 
+def find_checkpoint(path: Path) -> Path:
+    """Return `path` if it is a checkpoint, or the last checkpoint of the run in `path`. Raises TrainingError if there is none.
+
+    The checkpoint may be damaged, in which case `Lock.read` raises.
+    """
+    saved = checkpoints_in(path / FOLDER) or checkpoints_in(path)
+    if is_complete(path) or (not saved and path in checkpoints_in(path.parent)):
+        return path
+    if not saved:
+        raise TrainingError(
+            f"there is no complete checkpoint in {path}",
+            given=f"{path}" if path.is_dir() else f"{path}, which is not a folder",
+            expected=f"a run's train.out, or one of its {FOLDER}/{name_of(100)}",
+            hint="to save checkpoints, set train.checkpoint_every = 100",
+        )
+    return saved[-1]
+
+
 def complete(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first."""
     return [path for path in checkpoints_in(folder) if is_complete(path)]

@@ -21,7 +21,10 @@ from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.train.checkpoint.folder import LOCK, METADATA, check_step, instead_of, read, write
 
-_FORMAT = 4
+# The number of the format, raised whenever an earlier version of meshcomm would misread a checkpoint. What the versions with the
+# other numbers of `_READ` wrote is read, too. 5: with a loss scale. Formats before 4 have no checksums.
+_FORMAT = 5
+_READ = (4, _FORMAT)
 
 # If one of these changes, the run is a different training run and cannot continue.
 _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
@@ -50,6 +53,10 @@ NOT_THE_MODEL = {
 # The location of this folder may change. Its content may not.
 _MAY_MOVE = {"model.pretrained"}
 _SECTIONS = ("mesh", "parallel", "model", "data", "train")
+
+
+class _LaterFormat(ValueError):
+    """The format is one that this version does not know yet."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +132,10 @@ class Lock:
             raise TrainingError(
                 f"a checkpoint's {path.name} {'is missing' if missing else 'cannot be read'}",
                 given=f"{path}: {error}",
-                expected=f"format {_FORMAT}, as written by this version of meshcomm, readable on every host",
-                hint=f"{f'restore {path.name}, or ' if missing else ''}{instead_of(folder)}",
+                expected=f"format {_READ[0]} to {_FORMAT}, readable on every host",
+                hint="update meshcomm"
+                if isinstance(error, _LaterFormat)
+                else f"{f'restore {path.name}, or ' if missing else ''}{instead_of(folder)}",
             ) from error
         check_step(folder, lock.step)
         return lock
@@ -136,11 +145,14 @@ class Lock:
         """Return the lock that `text` describes. Raises ValueError if it is not a valid lock."""
         try:
             facts = json.loads(text)
-            if (number := facts.pop("format")) != _FORMAT:
+            number = facts.pop("format")
+            if isinstance(number, int) and number > _FORMAT:
+                raise _LaterFormat(f"format {number}, which a later version of meshcomm wrote")
+            if number not in _READ:
                 raise ValueError(
                     f"format {number!r}, which only the version of meshcomm that wrote it can read"
                 )
-            if facts.pop("sha256") != _sha256(json.dumps({"format": _FORMAT, **facts}).encode()):
+            if facts.pop("sha256") != _sha256(json.dumps({"format": number, **facts}).encode()):
                 raise ValueError("the text has changed since it was written: its SHA-256 differs")
             return cls(**{**facts, "best": tuple(facts.get("best", ()))})
         except (KeyError, TypeError, AttributeError) as error:

@@ -53,15 +53,24 @@ SAFETENSORS_NAMES: Final = {
 
 # The location of a record. meshcomm adds the record's checksum.
 _LOCATION: Final = "_StorageInfo"
-# The classes in metadata of tensors. They contain no nested pickles. Entries that are not tensors (BytesStorageMetadata) are
-# excluded, because reading such an entry would unpickle it.
+# The classes in metadata of tensors. They contain no nested pickles. Entries that are not tensors (BytesStorageMetadata), which
+# torch writes for plain numbers, are never read, because reading such an entry would unpickle it.
 _KNOWN: Final = {
     "torch.distributed.checkpoint.metadata": {
-        *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+        *(
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+        ),
         *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {_LOCATION, "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
+    # The path of the folder when torch wrote it. Nothing reads it.
+    **{module: {"PosixPath"} for module in ("pathlib", "pathlib._local")},
     "torch": {
         *("Size", "complex64", "complex128"),
         *(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_NAMES),
@@ -73,11 +82,12 @@ _KNOWN: Final = {
 class Saved:
     """The tensors in the folder of one checkpoint. Raises TrainingError if its metadata is missing or invalid.
 
+    signed: whether the metadata must have the checksum of each part, as those that meshcomm writes.
     kinds: the kind of every tensor, by global name. Entries that are not tensors are omitted.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, signed: bool = True) -> None:
+        self.folder, self._signed = folder, signed
         path = folder / METADATA
         try:
             metadata = unpickle(read(path))
@@ -124,7 +134,7 @@ class Saved:
             path = self.folder
             try:
                 place = self._metadata.storage_data[MetadataIndex(part.name, chunk.begin)]
-                path = _file(self.folder, place)
+                path = _file(self.folder, place, self._signed)
                 if path not in sizes:
                     sizes[path] = size_of(path)
                 if sizes[path] < place.offset + place.length:
@@ -143,6 +153,23 @@ class Saved:
         saved: Any = self._metadata.state_dict_metadata[name]
         return [Box.at(chunk.offsets, chunk.sizes) for chunk in saved.chunks]
 
+    def box(self, name: str, box: Box, held: dict[Box, Tensor]) -> Tensor:
+        """Return a box of a tensor. held: parts that were read before, which are not read again; those of this box afterwards.
+
+        Raises TrainingError in the same cases as `fill`.
+        """
+        kind = self.kinds[name]
+        self._check(name, kind, kind)
+        values = torch.empty(box.shape, dtype=kind.dtype)
+        found = {chunk: common for chunk in self._chunks(name) if (common := chunk.common(box)) is not None}
+        for chunk in held.keys() - found.keys():
+            del held[chunk]
+        for chunk, (begin, end, _) in found.items():
+            if chunk not in held:
+                held[chunk] = self._read(name, chunk, kind.dtype)
+            Region(box, values).write(begin, end, Region(chunk, held[chunk]).read(begin, end))
+        return values
+
     def load(self, name: str) -> Tensor:
         """Return one full tensor. Raises TrainingError in the same cases as `fill`."""
         dtype, shape = self.kinds[name]
@@ -155,7 +182,7 @@ class Saved:
         path = self.folder
         try:
             place = self._metadata.storage_data[MetadataIndex(name, chunk.begin)]
-            path = _file(self.folder, place)
+            path = _file(self.folder, place, self._signed)
             with opened(path) as file:
                 file.seek(place.offset)
                 record = io.BytesIO(file.read(place.length))
@@ -163,7 +190,7 @@ class Saved:
                 raise _cut_short(place)
             # The metadata say which bytes belong to this part. A file of another step or run may have the same sizes.
             crc32 = zlib.crc32(record.getbuffer())
-            if crc32 != place.crc32:
+            if crc32 != getattr(place, CHECKSUM, crc32):
                 # Another tensor of this checkpoint may have these bytes.
                 places = self._metadata.storage_data.items()
                 raise _OtherBytes(place, crc32, next((i.fqn for i, p in places if p.crc32 == crc32), ""))
@@ -218,14 +245,14 @@ def _cut_short(place: Any) -> ValueError:
     return ValueError(f"ends within the {place.length} bytes from {place.offset} on")
 
 
-def _file(folder: Path, place: Any) -> Path:
+def _file(folder: Path, place: Any, signed: bool) -> Path:
     """Return the file of a record. Raises ValueError for a path outside the folder."""
     name, numbers = place.relative_path, (place.offset, place.length)
     if not isinstance(name, str) or Path(name).name != name or name == "..":
         raise ValueError(f"{name!r} is not a file of this folder")
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{numbers} is not an offset and a length")
-    if type(getattr(place, CHECKSUM, None)) is not int:
+    if signed and type(getattr(place, CHECKSUM, None)) is not int:
         raise ValueError("the metadata hold no checksum of this part")
     return folder / name
 
