@@ -16,7 +16,7 @@ from meshcomm.comm.codec import decode
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.config.model import LoraConfig
 from meshcomm.config.pretrained import DROPPED
-from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks, ranks_of
 from meshcomm.models import model_of
 from meshcomm.models.lora import ADAPTER, adapter_options, with_adapters
