@@ -82,7 +82,7 @@ class Ledger:
     """A context manager that tracks the memory of every reported storage until it is freed.
 
     Each storage's bytes are counted once. Memory used inside kernels or kept by an allocator is not counted.
-    flops: FLOPs since the start or the last `restart`. stepping: whether an optimizer step is running.
+    flops, moved: FLOPs since the start or the last `restart`, and bytes that operators without FLOPs have read and written. stepping: whether an optimizer step is running.
 
     Args:
         stretch: returns the current phase of the program as text, and whether it is a forward pass.
@@ -104,7 +104,7 @@ class Ledger:
     def restart(self) -> None:
         """Discard the peak so far, and start measuring it again."""
         self._peak, self._peak_clock = self.live, self._clock
-        self.flops = 0
+        self.flops = self.moved = 0
         # Memory that was held at the peak and has been freed since then.
         self._gone: list[_Held] = []
         self._where: tuple[str, Any, str] = (self._stretch()[0], None, "")

@@ -56,10 +56,13 @@ def wraps_tensors(types: Iterable[type]) -> bool:
     )
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call a function when the backward pass under way has ended, after the callbacks that the pass itself queues."""
+def at_end_of_backward(call: Callable[[], None], *, own: bool = False) -> None:
+    """Call a function when the backward pass under way has ended, after the callbacks that the pass itself queues.
+
+    own: as one of these callbacks.
+    """
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(call))
+    engine.queue_callback(call if own else lambda: engine.queue_callback(call))
 
 
 # Returns the number of dispatch modes that still see an operator after the caller.

@@ -51,7 +51,8 @@ def priced(topology: TopologyConfig) -> Callable[..., Replay]:
     if links is None:
         return replay
     flop_s = 1e-12 / (topology.tflops or ASSUMED_TFLOPS)
-    return partial(replay, seconds=prices(links), flop_s=flop_s)
+    speed = topology.memory_bandwidth_gbytes_s
+    return partial(replay, seconds=prices(links), flop_s=flop_s, byte_s=1e-9 / speed if speed else 0.0)
 
 
 def prices(machine: Machine) -> Seconds:
@@ -226,6 +227,7 @@ def _step(world: World, settings: Config | None, topology: TopologyConfig) -> Fa
         "share_of_peak": flops / seconds / peak if peak and seconds else None,
         "computed_again": again,
         "assumed_tflops": tflops,
+        "memory_gbytes_s": topology.memory_bandwidth_gbytes_s,
         "assumed": [] if topology.tflops else ["tflops"],
         "device": "auto" if settings is None else settings.mesh.device,
         "links": [str(level) for level in links.levels],
