@@ -193,14 +193,16 @@ def _memory(memory: Facts) -> Iterator[PagePart]:
     # All cells use the same unit, so that no column is wider than its name.
     unit, size = decimal_unit(top["peak_bytes"])
     columns: dict[str, Column] = {">stage": "stages"} if len(stages) > 1 else {}
-    columns |= {">rank": "rank", ">peak": ("peak_bytes", partial(_in_unit, size))}
+    columns |= {">rank": "rank", ">reserved": ("reserved_bytes", partial(_in_unit, size))}
+    columns |= {">peak": ("peak_bytes", partial(_in_unit, size))}
     columns |= {f">{name}": (f"parts.{name}", partial(_in_unit, size)) for name in names}
     most = "the rank that uses the most" + ("" if len(stages) == 1 else " in each stage")
     yield Line(f"peak memory in {unit}, of {most}")
     yield Cells.of(rows, columns)
     when = f"{top['during']} in {top['operator']}" + (f" at {top['at']}" if top["at"] else "")
     sentence = (
-        f"{bytes_text(top['peak_bytes'])} at most, {'' if when.startswith('between') else 'during '}{when}; "
+        f"torch's allocator reserves {bytes_text(top['reserved_bytes'])}, of which tensors take "
+        f"{bytes_text(top['peak_bytes'])}, {'' if when.startswith('between') else 'during '}{when}; "
         f"mostly {memory['most']}; to reduce: {memory['less_by']}"
     )
     if memory["communicators_bytes"]:
@@ -258,5 +260,7 @@ def _step(step: Facts | None, part: str, differ: bool) -> Iterator[PagePart]:
         )
     parts.append(", ".join(rate))
     speed = f"{step['assumed_tflops']:g} TFLOP/s{assumed_text(step, 'tflops')}"
+    if step["memory_gbytes_s"] is not None:
+        speed += f"; memory at {step['memory_gbytes_s']:g} GB/s"
     parts.append(f"assumed: compute at {speed}; links {'; '.join(step['links'])}")
     yield Line("\n".join(parts))

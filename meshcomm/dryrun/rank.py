@@ -75,7 +75,8 @@ class RankStep(NamedTuple):
     peak: the maximum during the step. rows: totals of the calls. calls: every call in order, made through the mesh or
     outside it. A collective's `root` is a coord, its `op` is the reduction, and its `group` identifies the group.
     groups: the global ranks of each `group`, in coord order. events: starts and waits in order; only a simulated rank has
-    waits. A call that is never waited for has no "wait" event. flops, moved: totals, see `Event`.
+    waits. A call that is never waited for has no "wait" event. flops, moved: totals, see `Event`. reserved: the bytes that
+    torch's allocator has reserved, see `Arena`.
 
     unseen: the number of calls on groups outside the mesh that were not recorded. part: a description of the part that
     `rows` and times cover. begins: the start of that part; None means the first event. `calls` also contains the calls of
@@ -93,6 +94,7 @@ class RankStep(NamedTuple):
     events: list[Event]
     flops: int
     moved: int = 0
+    reserved: int = 0
     part: str = "one step"
     begins: Event | None = None
     unseen: int = 0
@@ -158,6 +160,7 @@ class Passes(Spans):
             events=self.events,
             flops=ledger.flops,
             moved=ledger.moved,
+            reserved=ledger.arena.reserved,
             unseen=self.unseen,
         )
 
