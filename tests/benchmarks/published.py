@@ -6,22 +6,24 @@ With WORDs, only rows whose name contains one of them are predicted.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshcomm.config import Config, load_config
 from meshcomm.dryrun.rank import RankStep, pretended_step
 from meshcomm.dryrun.training import dry_facts, priced
-from meshcomm.dryrun.world import dry_world
+from meshcomm.dryrun.world import World, dry_world
 from meshcomm.parallel import recompute
 from meshcomm.parallel.tensor import layers
 from meshcomm.predict.stages import attention_costs, part_costs
@@ -126,12 +128,12 @@ ROWS: Final = [
         tokens=2048, options={**_INTERLEAVED, "stages_per_rank": 3}, compiled=True, titan=False,
     ),
     Row(
-        "405B, pp16 dp64 tp8, 8,192 H100", "405B", {"fsdp": 64, "pp": 16, "tp": 8}, "H100", 32, 1, False, None, tflops=430,
+        "405B, pp16 dp128 tp8, 16,384 H100", "405B", {"fsdp": 128, "pp": 16, "tp": 8}, "H100", 16, 1, False, None, tflops=400,
         options={**_INTERLEAVED, "stages_per_rank": 4}, compiled=True, titan=False,
     ),
     Row(
-        "405B, pp16 dp128 tp8, 16,384 H100", "405B", {"fsdp": 128, "pp": 16, "tp": 8}, "H100", 16, 1, False, None, tflops=400,
-        options={**_INTERLEAVED, "stages_per_rank": 4}, compiled=True, titan=False,
+        "DeepSeek-V3, pp16 ep64, 2,048 H800", "configs/published/deepseek_v3.toml", {}, "H800", 120, 1, _FULL, None,
+        15_360 * 4096 / 1e12 * 180_000 * 3600 / 2048, tokens=4096, compiled=True, titan=False,
     ),
 ]  # fmt: skip
 _PARTS: Final = {"fsdp": "shard", "dp": "data", "tp": "tensor", "pp": "pipeline"}
@@ -139,6 +141,8 @@ _PARTS: Final = {"fsdp": "shard", "dp": "data", "tp": "tensor", "pp": "pipeline"
 
 def config_of(row: Row) -> Config:
     """Return a row's training as a configuration."""
+    if row.model.endswith(".toml"):
+        return load_config(row.model, [f"topology.tflops={DEVICES[row.device].matmul}"])
     device, model = DEVICES[row.device], MODELS[row.model]
     options = {"options": row.options} if row.options else {}
     copies = row.dims.get("fsdp", 1) * row.dims.get("dp", 1)
@@ -179,6 +183,31 @@ def config_of(row: Row) -> Config:
     return config
 
 
+class LossParallel(torch.autograd.Function):
+    """The operators of torch.distributed.tensor.parallel.loss_parallel on this rank's logits, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, split: Any, *_: float) -> Tensor:
+        """Return the sum of the losses."""
+        x = logits.flatten(0, -2).float()
+        shifted = x - split.mesh.all_reduce(split.dim, x.amax(-1, keepdim=True), op="max")
+        total = split.mesh.all_reduce(split.dim, shifted.exp().sum(-1, keepdim=True))
+        result = shifted - total.log()
+        place = targets.reshape(-1, 1) % result.shape[-1]
+        ctx.save_for_backward(result, place)
+        ctx.shape = logits.shape
+        loss: Tensor = -split.mesh.all_reduce(split.dim, result.gather(-1, place)).sum()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradient of the logits."""
+        result, place = ctx.saved_tensors
+        target = torch.zeros_like(result).scatter_(-1, place, -1.0)
+        gradient = (target + result.exp()) * grad
+        return gradient.to(torch.bfloat16).view(ctx.shape), None, None, None, None, None
+
+
 @contextmanager
 def as_torchtitan() -> Iterator[None]:
     """Compute as torchtitan did in December 2024 (commit 9dec370): the loss of all tokens at once, in float32; "selective"
@@ -200,6 +229,7 @@ def as_torchtitan() -> Iterator[None]:
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(layers, "_FEW", sys.maxsize))
+        patches.enter_context(patch.object(layers, "_CrossEntropy", LossParallel))
         patches.enter_context(patch.object(recompute, "_contexts", contexts))
         yield
 
@@ -210,35 +240,39 @@ def step_of(config: Config, titan: bool, rank: int, world: int) -> RankStep:
         return pretended_step(config, rank, world)
 
 
-def predicted(config: Config, titan: bool) -> dict[str, Any]:
-    """Dry-run one rank of each stage, and return the bytes of the rank that needs the most, and the times of the last one."""
+@cache
+def ran(settings: str, titan: bool) -> World:
+    """Dry-run one rank of each stage. settings: a configuration without speeds, as JSON."""
+    config = load_config(json.loads(settings))
     world = prod(config.mesh.dims.values())
-    settings = config.resolved(world)
-    assert settings.parallel is not None
-    layout, pipeline = settings.plan(world).layout, settings.parallel.pipeline
+    assert config.parallel is not None
+    layout, pipeline = config.plan(world).layout, config.parallel.pipeline
     first = layout.rank_of(0)
     ranks = [first] if pipeline is None else sorted(map(int, layout.group_of(first, pipeline)))
-    ran = dry_world(
-        partial(step_of, settings, titan), layout, pipeline, ranks, replayed=priced(settings.topology)
-    )
-    facts = dry_facts(ran, settings, settings.topology, 0.0)
+    return dry_world(partial(step_of, config.resolved(world), titan), layout, pipeline, ranks)
+
+
+def predicted(config: Config, titan: bool) -> dict[str, Any]:
+    """Return the bytes of the rank that needs the most, and the times of the rank that ends last."""
+    settings = config.model_dump(exclude_unset=True, mode="json", exclude={"topology"})
+    world = ran(json.dumps(settings), titan)
+    world = world._replace(replay=priced(config.topology)([*world.steps.values()], str))
+    facts = dry_facts(world, config.resolved(world.layout.world_size), config.topology, 0.0)
+    stages, step = facts["memory"]["stages"], facts["step"]
     return {
-        "peak": max(stage["peak_bytes"] for stage in facts["memory"]["stages"]),
-        "reserved": max(stage["reserved_bytes"] for stage in facts["memory"]["stages"]),
-        "communicators": facts["memory"]["communicators_bytes"],
-        "exposed": {
-            dim: s for dim, s in facts["step"]["exposed_s"].items() if s > 0.01 * facts["step"]["seconds"]
-        },
-        "late": sum(facts["step"]["late_s"].values()),
-        **{name: facts["step"][name] for name in ("seconds", "compute_s", "tflops")},
+        "peak": max(stage["peak_bytes"] for stage in stages),
+        "reserved": max(stage["reserved_bytes"] for stage in stages),
+        "exposed": {dim: s for dim, s in step["exposed_s"].items() if s > 0.01 * step["seconds"]},
+        "late": sum(step["late_s"].values()),
+        **{name: step[name] for name in ("seconds", "compute_s", "tflops")},
     }
 
 
 def compared(row: Row) -> dict[str, Any]:
     """Return a row's published and predicted figures."""
     config = config_of(row)
-    as_ours = predicted(config, False)
-    as_theirs = predicted(config, True) if row.titan else as_ours
+    as_theirs = predicted(config, row.titan)
+    as_ours = predicted(config, False) if row.gib else as_theirs
     seconds = row.seconds or as_theirs["seconds"] * as_theirs["tflops"] / (row.tflops or 1)
     return {"row": row, "ours": as_ours, "theirs": as_theirs, "seconds": seconds}
 
