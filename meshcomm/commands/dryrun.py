@@ -191,10 +191,9 @@ def _memory(memory: Facts) -> Iterator[PagePart]:
         last = f"-{others[-1]['stage']}" if others else ""
         rows.append({**first, "stages": f"{first['stage']}{last}"})
     # All cells use the same unit, so that no column is wider than its name.
-    unit, size = decimal_unit(top["reserved_bytes"])
+    unit, size = decimal_unit(top["peak_bytes"])
     columns: dict[str, Column] = {">stage": "stages"} if len(stages) > 1 else {}
-    columns |= {">rank": "rank", ">reserved": ("reserved_bytes", partial(_in_unit, size))}
-    columns |= {">peak": ("peak_bytes", partial(_in_unit, size))}
+    columns |= {">rank": "rank", ">peak": ("peak_bytes", partial(_in_unit, size))}
     columns |= {f">{name}": (f"parts.{name}", partial(_in_unit, size)) for name in names}
     most = "the rank that uses the most" + ("" if len(stages) == 1 else " in each stage")
     yield Line(f"peak memory in {unit}, of {most}")
