@@ -111,6 +111,7 @@ call_us = 0.0
 devices_per_node = 8
 memory_gbytes = 80.0
 tflops = 400.0
+memory_bandwidth_gbytes_s = 3350.0
 links.network = { latency_us = 10.0, bandwidth_gbytes_s = 50.0 }
 """,
     ),

@@ -200,7 +200,8 @@ def _memory(memory: Facts) -> Iterator[PagePart]:
     yield Cells.of(rows, columns)
     when = f"{top['during']} in {top['operator']}" + (f" at {top['at']}" if top["at"] else "")
     sentence = (
-        f"{bytes_text(top['peak_bytes'])} at most, {'' if when.startswith('between') else 'during '}{when}; "
+        f"torch's allocator reserves {bytes_text(top['reserved_bytes'])}, of which tensors take "
+        f"{bytes_text(top['peak_bytes'])}, {'' if when.startswith('between') else 'during '}{when}; "
         f"mostly {memory['most']}; to reduce: {memory['less_by']}"
     )
     if memory["communicators_bytes"]:
@@ -258,5 +259,7 @@ def _step(step: Facts | None, part: str, differ: bool) -> Iterator[PagePart]:
         )
     parts.append(", ".join(rate))
     speed = f"{step['assumed_tflops']:g} TFLOP/s{assumed_text(step, 'tflops')}"
+    if step["memory_gbytes_s"] is not None:
+        speed += f"; memory at {step['memory_gbytes_s']:g} GB/s"
     parts.append(f"assumed: compute at {speed}; links {'; '.join(step['links'])}")
     yield Line("\n".join(parts))

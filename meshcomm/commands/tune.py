@@ -42,6 +42,14 @@ def tune(
             help="Dry-run the first --top meshes, with one rank of each stage, and rank them by the results.",
         ),
     ] = False,
+    margin: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=0.99,
+            help="Share of a rank's memory to leave free, for what the estimate does not count.",
+        ),
+    ] = 0.1,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
@@ -60,7 +68,7 @@ def tune(
         from meshcomm.models.hf import counts_of
 
         counts = counts_of(settings.model.pretrained)
-    ranking = place_config(settings, world, topology, keep or (), top, counts)
+    ranking = place_config(settings, world, topology, keep or (), top, counts, margin)
     facts = facts_of(ranking, settings)
     if exact:
         order, ran = dry_runs(ranking, settings, topology)
@@ -76,7 +84,7 @@ def dry_runs(ranking: Ranking, settings: Config, topology: TopologyConfig) -> tu
     """Dry-run each placement of a ranking, with one rank of each stage.
 
     Return the placements' order and the results. The fastest is first; placements that exceed the memory are last. A result has the
-    seconds of a step, the largest peak memory of a rank, and whether it fits.
+    seconds of a step, the largest memory of a rank, of its tensors and as torch's allocator reserves it, and whether that fits.
     """
     from meshcomm.config import load_config
     from meshcomm.dryrun.rank import pretended_step
@@ -96,8 +104,11 @@ def dry_runs(ranking: Ranking, settings: Config, topology: TopologyConfig) -> tu
         )
         assert world.replay is not None
         peak = max(step.peak.nbytes for step in world.steps.values())
-        fits = peak <= ranking.memory_gb * 1e9
-        ran.append({"step_s": world.replay.seconds, "peak_bytes": peak, "fits": fits})
+        reserved = max(step.reserved for step in world.steps.values())
+        fits = reserved <= ranking.limit_bytes
+        ran.append(
+            {"step_s": world.replay.seconds, "peak_bytes": peak, "reserved_bytes": reserved, "fits": fits}
+        )
     # sorted is stable, so equal placements keep their predicted order.
     return sorted(range(len(ran)), key=lambda i: (not ran[i]["fits"], ran[i]["step_s"])), ran
 
@@ -129,6 +140,7 @@ def facts_of(ranking: Ranking, settings: Config) -> Facts:
         "links": [str(level) for level in ranking.machine.levels],
         "tflops": ranking.tflops,
         "memory_gbytes": ranking.memory_gb,
+        "margin": ranking.margin,
         "assumed": list(ranking.assumed),
         "device": settings.mesh.device,
         "placements": [placement_facts(placement) for placement in ranking.placements],
@@ -158,8 +170,9 @@ def view(facts: Facts) -> View:
         f"{count(facts['sizes'], 'legal factorization')}{too_large} in all orders of their dims\n"
         f"links: {'; '.join(facts['links'])}\n"
         f"a rank: {facts['tflops']:g} TFLOP/s{assumed_text(facts, 'tflops')}, "
-        f"{facts['memory_gbytes']:g} GB{assumed_text(facts, 'memory_gbytes')}\n"
-        "times are predicted; nothing overlaps; by: the algorithm that the model finds fastest"
+        f"{facts['memory_gbytes']:g} GB{assumed_text(facts, 'memory_gbytes')}, of which {facts['margin']:.0%} stay free (--margin)\n"
+        "times are predicted; calls that shard weights or reduce gradients overlap with compute, others do not; "
+        "by: the algorithm that the model finds fastest"
     )
     columns: dict[str, Column] = {
         ">": "number",
@@ -177,7 +190,7 @@ def view(facts: Facts) -> View:
         notes.append("+N orders: N other orders of the same sizes take the same time")
     if "exact" in facts["placements"][0]:
         notes.append(
-            "dry run, its GB: step time and peak memory by a dry run; !: more memory than a rank has"
+            "dry run, its GB: step time and reserved memory by a dry run; !: more than the margin leaves"
         )
         columns[">dry run"] = ("exact.step_s", seconds_text)
         columns[">its GB"] = ("exact", _peak)
@@ -187,7 +200,7 @@ def view(facts: Facts) -> View:
 
 
 def _peak(exact: Facts) -> str:
-    return f"{exact['peak_bytes'] / 1e9:.3g}" + "!" * (not exact["fits"])
+    return f"{exact['reserved_bytes'] / 1e9:.3g}" + "!" * (not exact["fits"])
 
 
 def _crossing(calls: list[Facts]) -> str:
@@ -210,7 +223,7 @@ def _reasons(placement: Facts) -> list[Line | Cells]:
             "what": "what",
             ">calls": "calls",
             ">bytes": ("bytes", bytes_text),
-            ">time": ("seconds", seconds_text),
+            ">exposed": ("seconds", seconds_text),
             "by": "algorithm",
         },
         once=1,

@@ -160,5 +160,9 @@ class TopologyConfig(Section):
     """Accelerators per node, for `meshcomm lint`. If omitted, the number is unknown."""
     memory_gbytes: float | None = Field(default=None, gt=0)
     """Memory per rank in gigabytes (10^9 bytes), for `meshcomm tune` and `lint`. If omitted, it is unknown."""
+    memory_bandwidth_gbytes_s: float | None = Field(default=None, gt=0)
+    """Memory bandwidth per rank in GB/s (10^9 bytes), at which `meshcomm dryrun` times operators other than matmuls. If
+    omitted, they take no time, and `tflops` stands for whole steps."""
     tflops: float | None = Field(default=None, gt=0)
-    """Training throughput per rank in 10^12 FLOP/s, for `meshcomm tune`. If omitted, it is unknown."""
+    """Throughput per rank in 10^12 FLOP/s, for `meshcomm tune` and `dryrun`: of whole steps, or with
+    `memory_bandwidth_gbytes_s` of matmuls alone. If omitted, it is unknown."""

@@ -53,8 +53,8 @@ class _Known(NamedTuple):
     """The effect of an operator for given argument shapes.
 
     memories: the size of each new storage in bytes. leaves: tensors as _Result, other values unchanged. structure: the
-    pytree structure, or None for a single leaf. resized: the arguments that change size. real: whether torch runs the
-    operator itself, because its results are on the meta device.
+    pytree structure, or None for a single leaf. resized: the arguments that change size. moved: see `_moved`. real: whether
+    torch runs the operator itself, because its results are on the meta device.
     """
 
     memories: tuple[int, ...]
@@ -62,10 +62,15 @@ class _Known(NamedTuple):
     structure: Any
     resized: tuple[tuple[int, _Result], ...]
     flops: int
+    moved: int = 0
     real: bool = False
 
 
 _REAL: Final = _Known((), (), None, (), 0, real=True)
+# Operators that write an argument without reading it.
+_OVERWRITE: Final = ("copy_", "zero_", "fill_", "normal_", "uniform_")
+# Operators that read or write only some rows of their largest argument.
+_FEW_ROWS: Final = ("embedding", "gather", "index", "index_", "scatter")
 
 
 @lru_cache(maxsize=1)
@@ -184,6 +189,7 @@ class Hollow(LedgerMode):
             return func(*args, **kwargs)
         ledger, name = self._ledger, self._names.get(func, "")
         ledger.flops += known.flops
+        ledger.moved += known.moved
         memories = [self._memory(nbytes, name) for nbytes in known.memories]
         for number, result in known.resized:
             _made(memories[result.memory], result, tensors[number])
@@ -195,6 +201,7 @@ class Hollow(LedgerMode):
         ]
         if func.namespace == "fsdp":
             ledger.copied(tensors)
+            self._calls.shards(name)
         return results[0] if known.structure is None else unflatten_tree(results, known.structure)
 
     def _scalar(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -281,7 +288,8 @@ class Hollow(LedgerMode):
         outcome = tuple(one(x) for x in flat)
         sizes = tuple(size for _, size in memories.values())
         alone = len(flat) == 1 and flat[0] is result
-        return _Known(sizes, outcome, None if alone else structure, tuple(resized), flops)
+        moved = 0 if flops else _moved(func, theirs, named, sum(sizes))
+        return _Known(sizes, outcome, None if alone else structure, tuple(resized), flops, moved)
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self.inside(func.decompose, *args, **kwargs)
@@ -326,6 +334,32 @@ class Hollow(LedgerMode):
 
 def _as_torch(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
+
+
+def _moved(func: Any, args: Any, kwargs: Any, new: int) -> int:
+    """Return the bytes that an operator's kernel reads and writes: each argument once, and once more if it is written in
+    place, and each result once. new: the bytes of new results.
+    """
+    name = schema_of(func).name.partition("::")[2]
+    if func.namespace.startswith("_c10d") or name.startswith(("empty", "new_empty")):
+        return 0
+    given = {
+        argument.name: value for argument, value in zip(schema_of(func).arguments, args, strict=False)
+    } | kwargs
+    read, written = (
+        [
+            min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+            for argument in schema_of(func).arguments
+            if not writes or (argument.alias_info is not None and argument.alias_info.is_write)
+            for x in leaves_of(given.get(argument.name))
+            if isinstance(x, Tensor)
+        ]
+        for writes in (False, True)
+    )
+    if name.startswith(_FEW_ROWS):
+        return 2 * (sum(read) - max(read, default=0) + new)
+    overwrites = name in _OVERWRITE or "out" in given
+    return sum(read) + new + (0 if overwrites else sum(written))
 
 
 def _spread(tensors: Sequence[Tensor]) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
+from meshcomm.dryrun.arena import Arena
 from meshcomm.parallel.torch_private import parts_of_dtensor
 from meshcomm.train.torch_private import backward_number
 from meshcomm.transport.torch_private import DispatchMode, storage_id
@@ -81,8 +82,8 @@ class Peak(NamedTuple):
 class Ledger:
     """A context manager that tracks the memory of every reported storage until it is freed.
 
-    Each storage's bytes are counted once. Memory used inside kernels or kept by an allocator is not counted.
-    flops: FLOPs since the start or the last `restart`. stepping: whether an optimizer step is running.
+    Each storage's bytes are counted once. Memory used inside kernels is not counted. arena: what torch's allocator reserves.
+    flops, moved: FLOPs since the start or the last `restart`, and bytes that operators without FLOPs have read and written. stepping: whether an optimizer step is running.
 
     Args:
         stretch: returns the current phase of the program as text, and whether it is a forward pass.
@@ -97,6 +98,7 @@ class Ledger:
         self._hollow = hollow
         self._held: dict[int, _Held] = {}
         self._clock = 0
+        self.arena = Arena()
         # Told what happens while a pass is recorded.
         self.tape: Tape | None = None
         self.restart()
@@ -104,7 +106,7 @@ class Ledger:
     def restart(self) -> None:
         """Discard the peak so far, and start measuring it again."""
         self._peak, self._peak_clock = self.live, self._clock
-        self.flops = 0
+        self.flops = self.moved = 0
         # Memory that was held at the peak and has been freed since then.
         self._gone: list[_Held] = []
         self._where: tuple[str, Any, str] = (self._stretch()[0], None, "")
@@ -181,6 +183,7 @@ class Ledger:
     ) -> None:
         self._clock += 1
         self._held[key] = _Held(nbytes, None, forward, self._clock, watch)
+        self.arena.take(key, nbytes)
         if self.tape is not None:
             by = by or Maker(operator, _users_line(sys._getframe(2)))
             self.tape.made(key, nbytes, forward, by)
@@ -216,6 +219,8 @@ class Ledger:
             by = by or Maker(operator, _users_line(sys._getframe(2)))
             self.tape.resized(key, held.nbytes, nbytes, by)
         self._let_go(held)
+        self.arena.give(key)
+        self.arena.take(key, nbytes)
         self._held[key] = _Held(nbytes, held.part, held.forward, self._clock, held.watch)
         self._grow(nbytes, operator, by)
 
@@ -238,6 +243,7 @@ class Ledger:
         if held is not None:
             if self.tape is not None:
                 self.tape.freed(key)
+            self.arena.give(key)
             self._let_go(held)
 
     def _holdings(self) -> list[_Held]:

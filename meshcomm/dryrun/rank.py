@@ -27,7 +27,7 @@ from meshcomm.config.section import Table
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger, LedgerMode, MemoryPart, Peak
 from meshcomm.dryrun.repeats import Irregular, Repeats, Traffic
-from meshcomm.dryrun.torch_private import one_rank_of_torch
+from meshcomm.dryrun.torch_private import at_end_of_backward, one_rank_of_torch
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
@@ -38,6 +38,7 @@ from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.splits import sections
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.torch_private import fsdp_tensors
+from meshcomm.train.torch_private import backward_number
 from meshcomm.watching.spans import PASSES, Span, Spans
 
 BETWEEN: Final = "between passes"
@@ -57,12 +58,14 @@ class Event(NamedTuple):
     if the call blocks. "part": the reported part begins, and everything before it has ended.
 
     call: the index of the call in `RankStep.calls`; for "part", the index of its first call. flops: this rank's FLOPs
-    since the step began, by the formulas of torch.utils.flop_counter.
+    since the step began, by the formulas of torch.utils.flop_counter. moved: the bytes that its other operators have read and
+    written since then.
     """
 
     kind: Literal["start", "wait", "part"]
     call: int
     flops: int
+    moved: int = 0
 
 
 class RankStep(NamedTuple):
@@ -72,7 +75,8 @@ class RankStep(NamedTuple):
     peak: the maximum during the step. rows: totals of the calls. calls: every call in order, made through the mesh or
     outside it. A collective's `root` is a coord, its `op` is the reduction, and its `group` identifies the group.
     groups: the global ranks of each `group`, in coord order. events: starts and waits in order; only a simulated rank has
-    waits. A call that is never waited for has no "wait" event. flops: total FLOPs.
+    waits. A call that is never waited for has no "wait" event. flops, moved: totals, see `Event`. reserved: the bytes that
+    torch's allocator has reserved, see `Arena`.
 
     unseen: the number of calls on groups outside the mesh that were not recorded. part: a description of the part that
     `rows` and times cover. begins: the start of that part; None means the first event. `calls` also contains the calls of
@@ -89,6 +93,8 @@ class RankStep(NamedTuple):
     groups: dict[str, list[int]]
     events: list[Event]
     flops: int
+    moved: int = 0
+    reserved: int = 0
     part: str = "one step"
     begins: Event | None = None
     unseen: int = 0
@@ -107,12 +113,15 @@ class PassTape(Protocol):
 
 
 class Passes(Spans):
-    """A trace that also records the current pass and the order in which calls start and are waited for."""
+    """A trace that also records the current pass and the order in which calls start and are waited for.
+
+    FSDP's calls start and end where they do on a GPU, on streams of their own. On the CPU, FSDP waits for each call at once.
+    """
 
     def __init__(self) -> None:
         super().__init__(most=sys.maxsize)
         self._now: Span | None = None
-        self.flops: Callable[[], int] = int
+        self.done: Callable[[], tuple[int, int]] = lambda: (0, 0)
         # Told of calls and waits while a pass is recorded.
         self.tape: PassTape | None = None
         self.restart()
@@ -122,11 +131,17 @@ class Passes(Spans):
         self.calls: list[Span] = []
         self.events: list[Event] = []
         self.unseen = 0
+        # The kind of FSDP's next call, and the waits that follow later: of its gathers, and of its last scatter.
+        self._shards = ""
+        self._gathers: list[Callable[[], None]] = []
+        self._scatters: list[Callable[[], None]] = []
+        # Where the next gather of a forward pass starts: after the layer before it was gathered.
+        self._early: int | None = None
 
     def ledger(self, hollow: bool) -> Ledger:
-        """Return a ledger that knows the current pass. Events take their FLOPs from this ledger."""
+        """Return a ledger that knows the current pass. Events take their FLOPs and bytes from this ledger."""
         ledger = Ledger(self.stretch, hollow=hollow)
-        self.flops = lambda: ledger.flops
+        self.done = lambda: (ledger.flops, ledger.moved)
         return ledger
 
     def step_of(
@@ -144,6 +159,8 @@ class Passes(Spans):
             groups=groups,
             events=self.events,
             flops=ledger.flops,
+            moved=ledger.moved,
+            reserved=ledger.arena.reserved,
             unseen=self.unseen,
         )
 
@@ -163,7 +180,42 @@ class Passes(Spans):
 
     def waiting(self) -> Callable[[], None]:
         """Return a function to call when the program waits for the most recent call."""
-        return partial(self._waited, len(self.calls) - 1, self.calls)
+        waited = partial(self._waited, len(self.calls) - 1, self.calls)
+        kind, self._shards = self._shards, ""
+        in_backward = backward_number() >= 0
+        if kind == "gather":
+            if self._early is not None and not in_backward:
+                before = self.events[self._early - 1]
+                start = self.events.pop()._replace(flops=before.flops, moved=before.moved)
+                self.events.insert(self._early, start)
+            return partial(self._gathers.append, waited)
+        # Between replicas, an all_reduce follows the scatter.
+        if in_backward and (kind == "scatter" or (self._scatters and self.calls[-1].call == "all_reduce")):
+            if kind:
+                at_end_of_backward(self._scattered, own=True)
+            return partial(self._scatters.append, waited)
+        return waited
+
+    def shards(self, operator: str) -> None:
+        """Note an operator of FSDP, which tells what its next call is, and when it uses what it gathered.
+
+        In a forward pass, the next layer is gathered while this one computes; in a backward pass, FSDP itself starts the
+        gather before it computes. A layer's gradients are scattered while the next layer computes: FSDP waits for them
+        before it scatters the next ones, and at the end of the backward pass (torch.distributed.fsdp, FSDPParamGroup).
+        """
+        if "all_gather_copy_in" in operator:
+            self._shards = "gather"
+        elif "chunk_cat" in operator:
+            self._scattered()
+            self._shards, self._early = "scatter", None
+        elif "split_with_sizes_copy" in operator and self._gathers:
+            self._gathers.pop(0)()
+            self._early = len(self.events) if backward_number() < 0 else None
+
+    def _scattered(self) -> None:
+        for waited in self._scatters:
+            waited()
+        self._scatters.clear()
 
     def _waited(self, call: int, calls: list[Span]) -> None:
         # A call from before `restart` is not part of the step.
@@ -174,7 +226,9 @@ class Passes(Spans):
 
     def happens(self, kind: Literal["start", "wait", "part"], call: int) -> None:
         """Record a moment of the program."""
-        self.events.append(Event(kind, call, self.flops()))
+        if kind == "part":
+            self._early = None
+        self.events.append(Event(kind, call, *self.done()))
 
     def stretch(self) -> tuple[str, bool]:
         """Return the name of the current pass, and whether it is a forward pass."""

@@ -70,7 +70,7 @@ class _Recording:
     ) -> None:
         self._mesh, self._before = mesh, mesh.stats()
         self._ledger, self._passes, self.keys, self.numbers = ledger, passes, keys, numbers
-        self._flops, self._first_call = ledger.flops, len(passes.calls)
+        self._done, self._first_call = (ledger.flops, ledger.moved), len(passes.calls)
         # The number of the gradient that a backward pass is given.
         self.given = -1
         # The forward pass's outputs, which the program frees between the passes or later. Others may then have their keys.
@@ -97,7 +97,7 @@ class _Recording:
 
     def end(self, results: Sequence[Tensor]) -> None:
         """Stop recording. results: the tensors that the pass leaves to the program."""
-        self._event("flops")
+        self._event("done")
         self.stop()
         rows = self._mesh.stats().since(self._before).rows
         self.traffic: list[Traffic] = [
@@ -124,10 +124,11 @@ class _Recording:
         return self.results == other.results and [*map(_same, self.events)] == [*map(_same, other.events)]
 
     def _event(self, *event: Any) -> None:
-        if (more := self._ledger.flops - self._flops) > 0:
-            self.events.append(("flops", more))
-            self._flops = self._ledger.flops
-        if event != ("flops",):
+        done, before = (self._ledger.flops, self._ledger.moved), self._done
+        if done != before:
+            self.events.append(("done", done[0] - before[0], done[1] - before[1]))
+            self._done = done
+        if event != ("done",):
             self.events.append(event)
 
     def made(self, key: int, nbytes: int, forward: bool, by: Maker) -> None:
@@ -287,8 +288,9 @@ class Repeats:
                     ledger.resized_again(key, after, by)
                 case "named":
                     ledger.name(held[event[0]], event[1])
-                case "flops":
+                case "done":
                     ledger.flops += event[0]
+                    ledger.moved += event[1]
                 case "called":
                     passes.called(event[0])
                 case "waited":

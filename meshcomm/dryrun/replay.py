@@ -14,7 +14,7 @@ from meshcomm.watching.matcher import Collective, Collectives, Message, Messages
 from meshcomm.watching.waits import find_circle
 
 if TYPE_CHECKING:
-    from meshcomm.dryrun.rank import RankStep
+    from meshcomm.dryrun.rank import Event, RankStep
     from meshcomm.watching.spans import Span
 
 # Returns the seconds that a call takes once all ranks have arrived. Members: the group's ranks, or a message's two ends.
@@ -77,7 +77,7 @@ class _Rank:
         self.number = step.rank
         self.at = 0
         self.now = 0.0
-        self.flops = 0
+        self.worked = 0.0
         self.calls: dict[int, Collective[float] | _Messages] = {}
         self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self.began = self.computed = 0.0
@@ -93,16 +93,17 @@ def replay(
     *,
     seconds: Seconds = lambda span, members: 0.0,
     flop_s: float = 0.0,
+    byte_s: float = 0.0,
 ) -> Replay:
     """Run the calls of all ranks against each other. Each rank makes its calls in order.
 
     A collective ends `seconds` after the last of its ranks has arrived, and a message `seconds` after both of its ends
     have. Ranks that were not run are assumed to arrive in time. Calls on the same group run one after another.
-    flop_s: seconds per floating-point operation.
+    flop_s: seconds per floating-point operation. byte_s: seconds per byte that other operators read or write.
 
     If no rank can continue, `stuck` describes the ranks that wait for each other in a cycle, or for a rank that has ended.
     """
-    return _Replayer(steps, where, seconds, flop_s).run()
+    return _Replayer(steps, where, seconds, flop_s, byte_s).run()
 
 
 @final
@@ -110,9 +111,14 @@ class _Replayer:
     """See `replay`."""
 
     def __init__(
-        self, steps: Sequence[RankStep], where: Callable[[int], str], seconds: Seconds, flop_s: float
+        self,
+        steps: Sequence[RankStep],
+        where: Callable[[int], str],
+        seconds: Seconds,
+        flop_s: float,
+        byte_s: float,
     ) -> None:
-        self.where, self.seconds, self.flop_s = where, seconds, flop_s
+        self.where, self.seconds, self.flop_s, self.byte_s = where, seconds, flop_s, byte_s
         self.ranks = {step.rank: _Rank(step) for step in steps}
         self.found = Replay()
         # Per group: the calls, with the times at which ranks started them, and when the last transfer ends.
@@ -133,7 +139,7 @@ class _Replayer:
             waiting = [rank for rank in waiting if not rank.ended]
         for rank in self.ranks.values():
             if rank.ended:
-                self.compute(rank, rank.step.flops)
+                self.compute(rank, rank.step)
                 self.found.ends[rank.number] = rank.now - rank.began
             self.found.computed[rank.number] = rank.computed
             self.found.dims[rank.number] = {dim: Dim(*sums) for dim, sums in rank.sums.items()}
@@ -144,7 +150,7 @@ class _Replayer:
         first = rank.at
         while not rank.ended:
             event = rank.step.events[rank.at]
-            self.compute(rank, event.flops)
+            self.compute(rank, event)
             if event.kind == "part":
                 rank.began, rank.computed = rank.now, 0.0
                 rank.sums.clear()
@@ -155,12 +161,12 @@ class _Replayer:
             rank.at += 1
         return rank.at > first
 
-    def compute(self, rank: _Rank, flops: int) -> None:
-        """Advance the rank's time until it has computed `flops` operations in total."""
-        if flops > rank.flops:
-            seconds = (flops - rank.flops) * self.flop_s
-            rank.now, rank.flops = rank.now + seconds, flops
-            rank.computed += seconds
+    def compute(self, rank: _Rank, done: Event | RankStep) -> None:
+        """Advance the rank's time until it has computed what `done` says in total."""
+        worked = done.flops * self.flop_s + done.moved * self.byte_s
+        if worked > rank.worked:
+            rank.now, rank.computed = rank.now + worked - rank.worked, rank.computed + worked - rank.worked
+            rank.worked = worked
 
     def start(self, rank: _Rank, number: int) -> None:
         """Record the start of a call."""

@@ -153,8 +153,8 @@ class ProgramRecorder(Passes, StepRecorder):
         if not self._left:
             self.part = "one step" if self.part_begins else "the start and one step"
             raise EnoughSteps
-        self.part_begins = Event("part", len(self.calls), self.flops())
-        self.events.append(self.part_begins)
+        self.happens("part", len(self.calls))
+        self.part_begins = self.events[-1]
 
     def ended(self) -> None:
         """Record the end of the program or of its last step."""

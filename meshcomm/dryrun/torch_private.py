@@ -56,10 +56,13 @@ def wraps_tensors(types: Iterable[type]) -> bool:
     )
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call a function when the backward pass under way has ended, after the callbacks that the pass itself queues."""
+def at_end_of_backward(call: Callable[[], None], *, own: bool = False) -> None:
+    """Call a function when the backward pass under way has ended, after the callbacks that the pass itself queues.
+
+    own: as one of these callbacks.
+    """
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(call))
+    engine.queue_callback(call if own else lambda: engine.queue_callback(call))
 
 
 # Returns the number of dispatch modes that still see an operator after the caller.
@@ -223,6 +226,19 @@ def _broadcasting(known: list[list[bytes]]) -> Callable[..., None]:
     return broadcast
 
 
+_ATTEND: Any = torch.nn.functional.scaled_dot_product_attention
+
+
+def _attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attention with values that are narrower than keys, as in latent attention. GPUs have kernels for it. Those of the CPU
+    do not take it, and torch would then hold all scores.
+    """
+    width, more = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if more <= 0:
+        return _ATTEND(query, key, value, *args, **kwargs)
+    return _ATTEND(query, key, torch.nn.functional.pad(value, [0, more]), *args, **kwargs)[..., :width]
+
+
 @contextmanager
 def one_rank_of_torch(
     decode: Callable[..., object],
@@ -253,6 +269,7 @@ def one_rank_of_torch(
     try:
         with (
             patch.object(DeviceMesh, "__init__", init),
+            patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend),
             patch.object(DeviceMesh, "_init_process_groups", staticmethod(_init_process_groups))
             if isinstance(inspect.getattr_static(DeviceMesh, "_init_process_groups", None), staticmethod)
             else nullcontext(),

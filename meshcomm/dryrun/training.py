@@ -51,7 +51,8 @@ def priced(topology: TopologyConfig) -> Callable[..., Replay]:
     if links is None:
         return replay
     flop_s = 1e-12 / (topology.tflops or ASSUMED_TFLOPS)
-    return partial(replay, seconds=prices(links), flop_s=flop_s)
+    speed = topology.memory_bandwidth_gbytes_s
+    return partial(replay, seconds=prices(links), flop_s=flop_s, byte_s=1e-9 / speed if speed else 0.0)
 
 
 def prices(machine: Machine) -> Seconds:
@@ -85,7 +86,7 @@ def dry_facts(world: World, settings: Config | None, topology: TopologyConfig, s
     layout, steps = world.layout, list(world.steps.values())
     limit = topology.memory_gbytes
     stages = [_stage(stage, ran) for stage, ran in world.stages().items()]
-    largest = max(stages, key=lambda stage: stage["peak_bytes"])
+    largest = max(stages, key=lambda stage: stage["reserved_bytes"])
     part = max(largest["parts"], key=lambda name: largest["parts"][name])
     buffers = 0
     if settings is not None:
@@ -104,7 +105,7 @@ def dry_facts(world: World, settings: Config | None, topology: TopologyConfig, s
             "largest_stage": largest["stage"],
             "limit_bytes": None if limit is None else int(limit * 1e9),
             "communicators_bytes": buffers,
-            "fits": None if limit is None else largest["peak_bytes"] + buffers <= limit * 1e9,
+            "fits": None if limit is None else largest["reserved_bytes"] + buffers <= limit * 1e9,
             "most": part,
             "less_by": (_LESS if settings is not None else _LESS_OF_A_SCRIPT)[part],
         },
@@ -143,7 +144,7 @@ _LESS_OF_A_SCRIPT: Final[dict[str, str]] = {
 
 
 def _stage(stage: int, ran: Sequence[RankStep]) -> Facts:
-    step = max(ran, key=lambda rank_step: rank_step.peak.nbytes)
+    step = max(ran, key=lambda rank_step: (rank_step.reserved, rank_step.peak.nbytes))
     return {
         "stage": stage,
         "ranks": len(ran),
@@ -152,6 +153,7 @@ def _stage(stage: int, ran: Sequence[RankStep]) -> Facts:
         "parameters": step.parameters,
         "before_bytes": sum(step.before.values()),
         "peak_bytes": step.peak.nbytes,
+        "reserved_bytes": step.reserved,
         "parts": dict(step.peak.parts),
         "during": step.peak.during,
         "at": step.peak.at,
@@ -226,6 +228,7 @@ def _step(world: World, settings: Config | None, topology: TopologyConfig) -> Fa
         "share_of_peak": flops / seconds / peak if peak and seconds else None,
         "computed_again": again,
         "assumed_tflops": tflops,
+        "memory_gbytes_s": topology.memory_bandwidth_gbytes_s,
         "assumed": [] if topology.tflops else ["tflops"],
         "device": "auto" if settings is None else settings.mesh.device,
         "links": [str(level) for level in links.levels],

@@ -310,4 +310,6 @@ def counts_of(folder: str | Path) -> Counts:
             experts[place] += parameter.numel()
         else:
             layers[place] += parameter.numel()
-    return Counts(tuple(layers), tuple(experts), ends)
+    keys = getattr(whole.config, "qk_head_dim", None)
+    values = whole.config.v_head_dim / keys if keys else 1.0
+    return Counts(tuple(layers), tuple(experts), ends, values)

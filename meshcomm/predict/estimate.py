@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from meshcomm.config import Config, ModelConfig, TrainConfig
 from meshcomm.config.parallel import ParallelConfig, ParallelRole
@@ -46,12 +46,14 @@ class Sizes(NamedTuple):
 
 class Counts(NamedTuple):
     """Parameter counts of a model. layers: one count per block, without its experts. experts: one count per block. ends:
-    parameters outside the blocks; a shared parameter counts once.
+    parameters outside the blocks; a shared parameter counts once. values: the width of a head's values by that of its keys,
+    which is below 1 in latent attention.
     """
 
     layers: tuple[int, ...]
     experts: tuple[int, ...]
     ends: int
+    values: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,10 @@ def _costs(model: ModelConfig, counts: Counts, seq_len: int) -> tuple[int, ...]:
     """Return each layer's multiply-adds per token: one for each weight used, plus attention as in `part_costs`."""
     active = min(model.experts_per_token, model.experts) / max(1, model.experts)
     per_layer = zip(counts.layers, counts.experts, attention_costs(model, seq_len), strict=True)
-    return tuple(plain + round(active * experts) + attention for plain, experts, attention in per_layer)
+    return tuple(
+        plain + round(active * experts + (1 + counts.values) / 2 * attention)
+        for plain, experts, attention in per_layer
+    )
 
 
 # -- memory -----------------------------------------------------------------------------------------
@@ -327,7 +332,8 @@ class Flow(NamedTuple):
     """One kind of call. along: the parts whose ranks make the call. calls: the number of calls that one rank makes in each
     micro-batch, or in each step if `each_microbatch` is False.
 
-    size_bytes: bytes per call. what: a description. sent: the fraction of the calls that send; the rest receive.
+    size_bytes: bytes per call. what: a description. sent: the fraction of the calls that send; the rest receive. behind: the
+    passes of one micro-batch during which the calls run, all but the first; "" if the program waits for each of them.
     """
 
     part: ParallelRole
@@ -338,6 +344,21 @@ class Flow(NamedTuple):
     each_microbatch: bool
     what: str
     sent: float = 1.0
+    behind: Literal["", "forward", "backward", "both"] = ""
+
+    def exposed_s(self, call_s: float, compute_s: float) -> float:
+        """Return how long the calls of a micro-batch or a step delay it, where one call takes `call_s`.
+
+        compute_s: the compute time of a micro-batch. A third of it is the forward pass.
+        """
+        seconds, forward, backward = self.calls * call_s, compute_s / 3, compute_s * 2 / 3
+        match self.behind:
+            case "":
+                return seconds
+            case "both":
+                return max(call_s, seconds / 2 - forward) + max(0.0, seconds / 2 - backward)
+            case _:
+                return max(call_s, seconds - (forward if self.behind == "forward" else backward))
 
     def in_a_step(self, microbatches: int) -> int:
         """Return the number of calls in a step."""
@@ -455,11 +476,13 @@ def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     ):
         if count:
             size, gathers, each_microbatch = count / units, units * often, again and not piped
-            gathered, scattered = f"{what} gathered", f"gradients of {what} scattered"
-            yield Flow(
-                "shard", along, "all_gather", gathers, size * work.activation_bytes, each_microbatch, gathered
+            gather = Flow(
+                "shard", along, "all_gather", gathers, size * work.activation_bytes, each_microbatch, ""
             )
-            yield Flow("shard", along, "reduce_scatter", units, size * work.reduced_bytes, False, scattered)
+            yield gather._replace(what=f"{what} gathered", behind="both" if each_microbatch else "forward")
+            # A pipeline scatters after its last pass.
+            scatter = Flow("shard", along, "reduce_scatter", units, size * work.reduced_bytes, False, "")
+            yield scatter._replace(what=f"gradients of {what} scattered", behind="" if piped else "backward")
 
 
 def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
@@ -482,4 +505,5 @@ def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
         if count and along:
             size = count * (work.reduced_bytes if sharded else work.weight_bytes)
             calls = units if sharded else max(1, math.ceil(size / (work.parallel.options.bucket_mb * 1e6)))
-            yield Flow(part, along, "all_reduce", calls, size / calls, False, what)
+            behind: Literal["", "backward"] = "" if sizes.pipeline > 1 else "backward"
+            yield Flow(part, along, "all_reduce", calls, size / calls, False, what, behind=behind)

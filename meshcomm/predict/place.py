@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import permutations
 from math import prod
 from pathlib import Path
@@ -43,6 +43,9 @@ from meshcomm.predict.links import (
 from meshcomm.predict.passes import bubble
 from meshcomm.predict.times import Operation, backend_lines, fastest
 
+# The share of a rank's memory that stays free by default, for what the estimate does not count: temporary buffers, kernels'
+# workspaces, NCCL's communicators, and what the allocator reserves beyond the tensors.
+MARGIN: Final = 0.1
 # Times whose relative difference is at most this are considered equal.
 _SAME: Final = 1e-9
 # The parts whose ranks the experts are distributed across.
@@ -57,7 +60,8 @@ _Order: TypeAlias = tuple[ParallelRole, ...]
 
 class Share(NamedTuple):
     """The share of a step taken by one kind of call. link: the slowest link that a group of `ranks` ranks crosses.
-    calls: the number of calls per rank and step. algorithm: its name in meshcomm.predict.times.
+    calls: the number of calls per rank and step. seconds: what of them does not overlap with compute. algorithm: its name in
+    meshcomm.predict.times.
     """
 
     flow: Flow
@@ -91,7 +95,7 @@ class Ranking(NamedTuple):
     """placements: the best meshes, fastest first. meshes: how many meshes were ranked.
 
     sizes: the number of legal factorizations. too_large: how many of them do not fit in a rank's memory.
-    world, machine, tflops, memory_gb: the inputs of the ranking. assumed: which of "tflops" and "memory_gbytes" were not
+    world, machine, tflops, memory_gb, margin: the inputs of the ranking. assumed: which of "tflops" and "memory_gbytes" were not
     configured.
     """
 
@@ -103,7 +107,13 @@ class Ranking(NamedTuple):
     machine: Machine
     tflops: float
     memory_gb: float
+    margin: float
     assumed: tuple[str, ...]
+
+    @property
+    def limit_bytes(self) -> float:
+        """The memory that a mesh may use: all but the margin."""
+        return self.memory_gb * 1e9 * (1 - self.margin)
 
 
 class _Found(NamedTuple):
@@ -120,10 +130,12 @@ def rank_placements(
     topology: TopologyConfig,
     keep: Mapping[ParallelRole, int] | None = None,
     top: int = 10,
+    margin: float = MARGIN,
 ) -> Ranking:
     """Return the `top` legal meshes with the shortest predicted steps.
 
     topology: must set ranks_per_node; a missing speed or memory size defaults to an H100's. keep: the sizes to keep fixed.
+    margin: the share of the memory that stays free.
     Raises ConfigError if no mesh of `world` ranks can run this training, or if no such mesh fits in memory.
     """
     machine = known_machine(topology, "[topology]")
@@ -143,13 +155,15 @@ def rank_placements(
             hint="a larger train.global_batch_size, or more parts in [parallel]",
         )
     held = [sum(memory(work, sizes)) for sizes in legal]
-    fitting = [sizes for sizes, size in zip(legal, held, strict=True) if size <= memory_gb * 1e9]
+    limit_gb = memory_gb * (1 - margin)
+    fitting = [sizes for sizes, size in zip(legal, held, strict=True) if size <= limit_gb * 1e9]
     if not fitting:
         raise ConfigError(
             f"no mesh of {world} ranks holds this in {memory_gb:g} GB per rank",
             given=f"at least {min(held) / 1e9:.1f} GB per rank, for all {len(legal)} legal sizes",
-            expected=f"at most {memory_gb:g} GB",
-            hint="train.activation_checkpointing = true, parallel.shard, a smaller train.micro_batch_size, or more ranks",
+            expected=f"at most {limit_gb:g} GB: {memory_gb:g} GB less a margin of {margin:.0%}",
+            hint="train.activation_checkpointing = true, parallel.shard, a smaller train.micro_batch_size, more ranks"
+            + (", or --margin 0" if margin else ""),
         )
     model = _Model(work, world, machine, tflops)
     # Orders whose times differ only by rounding are counted under the first of them.
@@ -163,7 +177,9 @@ def rank_placements(
             alike[same] += 1
     best = tuple(model.explained(fitting[each.row], each, alike[each] - 1) for each in sorted(alike)[:top])
     too_large = len(legal) - len(fitting)
-    return Ranking(best, alike.total(), len(legal), too_large, world, machine, tflops, memory_gb, assumed)
+    return Ranking(
+        best, alike.total(), len(legal), too_large, world, machine, tflops, memory_gb, margin, assumed
+    )
 
 
 class _Model:
@@ -178,7 +194,7 @@ class _Model:
         """Return the predicted seconds per step for every order of these sizes."""
         listed = flows(self.work, sizes)
         compute_s, idle = self._compute(sizes)
-        seconds = cache(self._seconds)
+        seconds = cache(partial(self._seconds, compute_s))
         seconds_of = []
         for order in orders(self.work, sizes):
             each_s = {True: compute_s, False: 0.0}
@@ -196,7 +212,7 @@ class _Model:
         for flow, dims in self._calls(flows(self.work, sizes), sizes, order):
             where, calls = self.span(dims), flow.in_a_step(sizes.microbatches)
             line = fastest(flow.operation, where.route, flow.size_bytes)
-            seconds = calls * line.seconds(flow.size_bytes)
+            seconds = flow.exposed_s(line.seconds(flow.size_bytes), compute_s) * calls / flow.calls
             shares.append(Share(flow, str(where.slowest), where.size, calls, seconds, line.name))
             of_microbatch += seconds / sizes.microbatches if flow.each_microbatch else 0
         return Placement(
@@ -224,10 +240,11 @@ class _Model:
             if dims := tuple(lie[part] for part in flow.along if lie[part][0] > 1):
                 yield flow, dims
 
-    def _seconds(self, flow: Flow, dims: _Dims) -> float:
-        """Return the seconds that a flow's calls take per micro-batch or step, like `fastest` but in floats."""
+    def _seconds(self, compute_s: float, flow: Flow, dims: _Dims) -> float:
+        """Return the exposed seconds of a flow's calls per micro-batch or step, like `fastest` but in floats."""
         lines = self._lines(flow.operation, dims)
-        return flow.calls * min(fixed_s + byte_s * flow.size_bytes for fixed_s, byte_s in lines)
+        call_s = min(fixed_s + byte_s * flow.size_bytes for fixed_s, byte_s in lines)
+        return flow.exposed_s(call_s, compute_s)
 
     def _in_floats(self, operation: Operation, dims: _Dims) -> list[tuple[float, float]]:
         exact = backend_lines(operation, self.span(dims).route)
@@ -241,10 +258,12 @@ def place_config(
     keep: Sequence[str] = (),
     top: int = 10,
     counts: Counts | None = None,
+    margin: float = MARGIN,
 ) -> Ranking:
     """Rank the meshes of `world` ranks for the training run that `settings` describes.
 
-    topology: the result of `discovered`. keep: dims whose sizes stay as in the file. counts: see `workload`.
+    topology: the result of `discovered`. keep: dims whose sizes stay as in the file. counts: see `workload`. margin: see
+    `rank_placements`.
     Raises ConfigError.
     """
     work = workload(settings, counts)
@@ -260,7 +279,7 @@ def place_config(
                 expected="a dim with a size" if open_size else "one of " + ", ".join(parts),
                 hint=f"--set mesh.dims.{dim}=2" if open_size else did_you_mean(dim, parts),
             )
-    return rank_placements(work, world, topology, {parts[dim]: sizes[dim] for dim in keep}, top)
+    return rank_placements(work, world, topology, {parts[dim]: sizes[dim] for dim in keep}, top, margin)
 
 
 # -- which meshes ------------------------------------------------------------------------------------

@@ -38,7 +38,12 @@ def test_the_command_ranks_explains_and_writes(tmp_path: Path) -> None:
     cuda = command(*words, "--top", "1", "--set", "mesh.device=cuda").stdout
     assert "a rank: 400 TFLOP/s (of an H100, as topology.tflops is not set), 80 GB (of an" in cuda
     named = command(*words, "--set", "topology.tflops=0.05", "--set", "topology.memory_gbytes=12")
-    assert "a rank: 0.05 TFLOP/s, 12 GB\n" in named.stdout
+    assert "a rank: 0.05 TFLOP/s, 12 GB, of which 10% stay free (--margin)\n" in named.stdout
+    every = json.loads(command(*words, "--top", "1000", "--json").stdout)["placements"]
+    least = min(sum(each["memory_bytes"].values()) for each in every) / 1e9
+    few = [*words, "--set", f"topology.memory_gbytes={1.05 * least}"]
+    assert "less a margin of 10%" in command(*few).stderr
+    assert json.loads(command(*few, "--margin", "0", "--json").stdout)["too_large"] > 0
     assert "links: node 2 us 300 GB/s (assumed); network 10 us 50 GB/s (assumed)" in shown.stdout
     facts = json.loads(command(*words, "--json").stdout)
     assert len(facts["placements"]) == 10

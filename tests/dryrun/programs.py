@@ -21,7 +21,7 @@ class Rank:
         self.groups = {group.label: list(group.ranks) for group in Plan(layout).for_rank(rank).groups}
         self.calls: list[Span] = []
         self.events: list[Event] = []
-        self.flops = 0
+        self.flops = self.moved = 0
         self._messages: dict[Any, int] = {}
 
     def collective(
@@ -65,15 +65,16 @@ class Rank:
 
     def wait(self, call: int) -> None:
         """Wait for a call that was started with `wait=False`."""
-        self.events.append(Event("wait", call, self.flops))
+        self.events.append(Event("wait", call, self.flops, self.moved))
 
     def step(self) -> RankStep:
         """The recorded step."""
         peak = Peak(0, dict.fromkeys(PARTS, 0), "", "", "")
         held = dict.fromkeys(PARTS, 0)
         return RankStep(
-            self.rank, self.coords, 0, held, peak, [], self.calls, self.groups, self.events, self.flops
-        )
+            self.rank, self.coords, 0, held, peak, [], self.calls, self.groups, self.events, self.flops,
+            self.moved,
+        )  # fmt: skip
 
     def _group(self, dim: str) -> str:
         return next(label for label in self.groups if label.partition("[")[0] == dim)
@@ -81,7 +82,7 @@ class Rank:
     def _made(self, span: Span, wait: bool) -> int:
         number = len(self.calls)
         self.calls.append(span)
-        self.events.append(Event("start", number, self.flops))
+        self.events.append(Event("start", number, self.flops, self.moved))
         if wait:
             self.wait(number)
         return number

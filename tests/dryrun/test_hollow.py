@@ -85,6 +85,40 @@ def test_results_have_the_size_and_memory_of_real_ones(case: str) -> None:
         assert found() == expected
 
 
+MOVED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
+    # an operator, the shapes of float32 arguments, and the elements that it reads and writes
+    "a sum of two": (torch.add, ((8, 6), (8, 6)), 3 * 48),
+    "a row to all": (torch.add, ((8, 6), (6,)), 48 + 6 + 48),
+    "an expanded one": (lambda x: x.expand(8, 6) + 1, ((1, 6),), 6 + 48),
+    "half of one": (lambda x: x[:4].exp(), ((8, 6),), 24 + 24),
+    "in place": (lambda x, y: x.add_(y), ((8, 6), (8, 6)), 3 * 48),
+    "lists in place": (lambda x, y: torch._foreach_add_([x], [y]), ((8, 6), (8, 6)), 3 * 48),
+    "a copy over": (lambda x, y: x.copy_(y), ((8, 6), (8, 6)), 2 * 48),
+    "into another": (lambda x, y, z: torch.add(x, y, out=z), ((8, 6), (8, 6), (8, 6)), 3 * 48),
+    "zeros over": (lambda x: x.zero_(), ((8, 6),), 48),
+    "memory alone": (lambda x: torch.empty_like(x), ((8, 6),), 0),
+    "a view": (lambda x: x.t(), ((8, 6),), 0),
+    "a product": (torch.matmul, ((4, 6), (6, 8)), 0),
+    # Rows of the table, and two float32 for each index of 8 bytes.
+    "some rows": (
+        lambda x: F.embedding(torch.zeros(2, dtype=torch.int64), x),
+        ((100, 6),),
+        2 * 12 + 2 * 4 + 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_an_operator_s_bytes_are_those_of_its_arguments_and_results(case: str) -> None:
+    function, shapes, elements = MOVED[case]
+    ledger, mode = hollow()
+    with mode:
+        given = [torch.ones(shape) for shape in shapes]
+        ledger.restart()
+        function(*given)
+    assert ledger.moved == 4 * elements
+
+
 def test_no_memory_is_taken_and_every_byte_is_accounted_for() -> None:
     ledger, mode = hollow()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -160,6 +160,38 @@ def test_the_order_of_calls_and_waits() -> None:
     }
 
 
+def test_fsdp_s_calls_overlap_with_the_layers_beside_theirs() -> None:
+    train = {"activation_checkpointing": True, "global_batch_size": 8}
+    step = pretended_step(
+        config_of("dp=2 fsdp=2", {"data": "dp", "shard": "fsdp"}, train, BUILT_IN), 0, WORLD
+    )
+    of_kind: dict[str, list[tuple[int, int]]] = {}
+    starts: dict[int, int] = {}
+    for event in step.events:
+        if event.kind == "start":
+            starts[event.call] = event.flops
+        elif (call := step.calls[event.call]).nbytes > 100:
+            of_kind.setdefault(call.call, []).append((starts[event.call], event.flops))
+    layers = BUILT_IN["num_layers"]
+    gathers, scatters = of_kind["all_gather"], of_kind["reduce_scatter"]
+    # The ends of the model, and all layers twice.
+    assert len(gathers) == 1 + 2 * layers and len(scatters) == layers + 1
+    forward, backward = gathers[1 : layers + 1], gathers[layers + 1 :]
+    # A layer is gathered while the one before it computes, but for the first one, behind the table of tokens.
+    assert gathers[0] == forward[0] == (0, 0)
+    assert [start for start, _ in forward[1:]] == [end for _, end in forward[:-1]]
+    (each,) = {end - start for start, end in forward[1:]}
+    assert each > 0
+    # In a backward pass, the next layer is gathered when a layer begins, which also computes most of its forward pass again.
+    (both,) = {end - start for start, end in backward[1:]}
+    assert 2 * each < both < 3 * each
+    # A layer's gradients are sent while the next layer computes. The last ones, those of the ends, are waited for.
+    assert [end for _, end in scatters[:-1]] == [start for start, _ in scatters[1:]]
+    assert {end - start for start, end in scatters[:-2]} == {both}
+    assert scatters[-1] == (step.flops, step.flops)
+    assert of_kind["all_reduce"][: layers + 1] == scatters
+
+
 class Summing(torch.nn.Module):
     """Calls torch's functional collectives, as DTensor does."""
 

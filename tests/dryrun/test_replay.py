@@ -43,6 +43,20 @@ def test_what_is_waited_for_later_hides_behind_what_is_computed() -> None:
     assert met.seconds == 6 and met.dims[0]["dp"].waits == 1
 
 
+def test_bytes_take_time_beside_operations() -> None:
+    layout = Layout({"dp": 2})
+
+    def program(rank: Rank) -> None:
+        rank.compute(5)
+        rank.moved = 40
+        rank.collective("all_reduce", "dp")
+
+    met = replay(
+        steps(layout, program), where(layout), seconds=lambda span, ranks: 3.0, flop_s=1.0, byte_s=0.1
+    )
+    assert met.seconds == 5 + 4 + 3 and met.computed == {0: 9, 1: 9}
+
+
 def test_a_pipeline_fills_and_drains() -> None:
     """GPipe's bubble is p - 1 of m + p - 1 slots (Huang et al. 2019)."""
     stages, microbatches = 4, 6

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshcomm.config import Config, load_config
 from meshcomm.dryrun.rank import RankStep, pretended_step
+from meshcomm.models.hf import counts_of
 from meshcomm.predict.estimate import Memory, Sizes, expected, memory, weights, workload
 
 # The page's model: the yardstick's width and eight layers.
@@ -228,6 +230,31 @@ MIXTRAL = {
     "experts": 8,
     "experts_per_token": 2,
 }
+
+
+def test_latent_attention_and_shared_experts_cost_what_transformers_computes(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    config = transformers.DeepseekV3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=160, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, n_shared_experts=1, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1, n_group=2,
+        topk_group=1, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
+        architectures=["DeepseekV3ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    tokens = torch.randint(config.vocab_size, (1, 64))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens)
+    settings = config_of(
+        "dp=1", {"data": "dp"}, {"micro_batch_size": 1, "global_batch_size": 1}, {"pretrained": str(folder)}
+    )
+    work = workload(settings, counts_of(folder))
+    assert work.counts is not None and work.counts.values == config.v_head_dim / config.qk_head_dim < 1
+    # Three passes; the estimate also counts the weights of norms, as one product each.
+    assert work.flops(Sizes()) == pytest.approx(3 * counter.get_total_flops(), rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,24 @@ def test_the_ranking_is_of_all_meshes_in_order_adds_up_and_is_that_of_groups_wri
             assert (found.size, found.slowest) == (share.ranks, share.link), share
             line = fastest(flow.operation, found.route, flow.size_bytes)
             assert line.name == share.algorithm
-            assert share.seconds == pytest.approx(share.calls * line.seconds(flow.size_bytes), rel=1e-12)
+            # A third of a microbatch's compute is its forward pass.
+            call, compute = line.seconds(flow.size_bytes), each.compute_s / each.microbatches
+            seconds = flow.calls * call
+            exposed = {
+                "": seconds,
+                "forward": max(call, seconds - compute / 3),
+                "backward": max(call, seconds - compute * 2 / 3),
+                "both": max(call, seconds / 2 - compute / 3) + max(0, seconds / 2 - compute * 2 / 3),
+            }[flow.behind]
+            times = each.microbatches if flow.each_microbatch else 1
+            assert share.seconds == pytest.approx(times * exposed, rel=1e-12)
+            overlaps = flow.part == "shard" or (flow.part in ("data", "context") and flow.what == "gradients")
+            piped = each.dims.get("pipeline", 1) > 1
+            assert bool(flow.behind) == (
+                flow.operation == "all_gather" or not piped
+                if overlaps or flow.what == "experts' gradients"
+                else False
+            ), flow
 
 
 def test_one_step_by_hand() -> None:
@@ -281,10 +298,15 @@ def test_what_memory_does_not_hold_is_left_out() -> None:
     everything = rank_placements(work, 24, where, top=1000)
     held_bytes = [sum(each.memory_bytes.values()) for each in everything.placements]
     limit = sorted(held_bytes)[len(held_bytes) // 2]
-    less = rank_placements(work, 24, topology_of(8, memory_gbytes=limit / 1e9), top=1000)
+    less = rank_placements(work, 24, topology_of(8, memory_gbytes=limit / 1e9), top=1000, margin=0)
     kept = [each for each, size in zip(everything.placements, held_bytes, strict=True) if size <= limit]
     assert [each.dims for each in less.placements] == [each.dims for each in kept]
     assert less.too_large > 0 and less.sizes == everything.sizes
+    # A tenth of the memory stays free by default.
+    with_margin = rank_placements(work, 24, topology_of(8, memory_gbytes=limit / 1e9), top=1000)
+    kept = [each for each, size in zip(everything.placements, held_bytes, strict=True) if size <= 0.9 * limit]
+    assert [each.dims for each in with_margin.placements] == [each.dims for each in kept]
+    assert with_margin.too_large > less.too_large
 
 
 # -- refusals, files, the command -------------------------------------------------------------------
