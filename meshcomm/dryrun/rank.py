@@ -184,7 +184,8 @@ class Passes(Spans):
         kind, self._shards = self._shards, ""
         in_backward = backward_number() >= 0
         if kind == "gather":
-            if self._early is not None and not in_backward:
+            # A program that records no calls has no events.
+            if self._early is not None and not in_backward and len(self.events) > self._early:
                 before = self.events[self._early - 1]
                 start = self.events.pop()._replace(flops=before.flops, moved=before.moved)
                 self.events.insert(self._early, start)

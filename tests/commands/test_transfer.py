@@ -103,7 +103,7 @@ def test_a_transformers_model_is_not_loaded(copies: str, tmp_path: Path) -> None
         (("SOURCE", "--stripes", "x"), "the mesh has no dim 'x'"),
         (("SOURCE", "--cast", "int8"), "expected: a floating-point dtype"),
         (("SOURCE", "--target-set", "mesh.dims.tp=-1"), "--target-world-size N, or --target-set"),
-        (("SOURCE", "--target-set", "mesh.dims.tp=8"), "is not divisible"),
+        (("SOURCE", "--target-set", "mesh.dims.tp=3"), "is not divisible"),
         (("SOURCE", "--bytes", "some"), "'some' is not a number of bytes"),
         (("SOURCE", "--target-set", "mesh.dims.tp=3"), 'cannot be split along "tp"'),
         (("SOURCE", "--target-world-size", "5"), "the mesh does not fit the world"),

@@ -30,7 +30,7 @@ def test_the_command_ranks_explains_and_writes(tmp_path: Path) -> None:
     target = str(tmp_path / "placed.toml")
     shown = command(*words, "--write", target)
     assert shown.exit_code == 0, shown.stderr
-    assert "19 meshes of 8 ranks ranked: 8 legal factorizations in all orders" in shown.stdout
+    assert "20 meshes of 8 ranks ranked: 9 legal factorizations in all orders" in shown.stdout
     # Assumed figures of the machine are marked as assumed.
     assert (
         "a rank: 400 TFLOP/s (of an H100, not of mesh.device cpu, as topology.tflops is not" in shown.stdout

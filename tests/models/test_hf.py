@@ -213,8 +213,8 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_its_place(tmp_path: Pat
     for name, text in (("a.txt", "ABCD ABCD"), ("b.txt", "ABCDxBCDy")):
         (tmp_path / name).write_text(text)
     found = _outside(DataConfig(files=(f"{tmp_path}/*.txt",), seq_len=2), 96)
-    assert "the data has token 121, but the model's vocabulary is 0 to 95" in found
-    assert f"121 at position 8 of {tmp_path}/b.txt" in found
+    assert "the data has token 120, but the model's vocabulary is 0 to 95" in found
+    assert f"120 at position 4 of {tmp_path}/b.txt" in found
     assert "without a tokenizer, each byte is a token" in found
     words = tokenizer(tmp_path / "model")
     (tmp_path / "a.txt").write_text("one two")

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm
 from meshcomm.config import Config, load_config
+from meshcomm.parallel.tensor import ColumnParallel, RowParallel
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from meshcomm.train.parity import record, reference
@@ -44,6 +45,8 @@ def trained(case: dict[str, Any], alone: bool) -> Found:
 
     with pytest.MonkeyPatch.context() as patch, meshcomm.init(config) as mesh:
         patch.setattr(torch.nn.functional, "linear", watched)
+        for layer in (ColumnParallel, RowParallel):
+            patch.setattr(layer, "meshcomm_product", staticmethod(watched))
         found = record(mesh, config, 2)
     return found.losses, found.norms, seen
 

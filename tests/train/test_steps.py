@@ -112,7 +112,9 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
     lines = metrics(tmp_path)
     told = [dataclasses.asdict(value) for name, value in calls if name == "step"]
     # The MFU of a CPU is unknown.
-    assert [{**line, "fault": "", "mfu": None, "terms": {}, "loss_scale": None} for line in lines] == told
+    assert [
+        {**line, "fault": "", "mfu": None, "terms": {}, "loss_scale": None, "experts": {}} for line in lines
+    ] == told
     assert [line["step"] for line in lines] == [1, 3, 4]
     assert [line["loss"] for line in lines] == [summary.losses[step - 1] for step in (1, 3, 4)]
     assert [line["tokens"] for line in lines] == [128 * step for step in (1, 3, 4)]

@@ -286,7 +286,6 @@ MAKES: dict[str, Any] = {
     "others": {"optimizer": lambda groups: torch.optim.SGD(OTHER.parameters(), lr=0.1)},
     "none": {"optimizer": lambda groups: None},
     "another": {"scheduler": lambda optimizer: falls(sgd([{"params": [torch.ones(1)]}]))},
-    "plateau": {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
     "made": {"scheduler": falls(sgd([{"params": [torch.ones(1)]}]))},
 }
 REFUSED = [
@@ -301,7 +300,6 @@ REFUSED = [
     ("no data", "dp=2", "no data are given, and the configuration has none"),
     ("share", "dp=2", "the step has the wrong number of samples for this rank"),
     ("not split", "dp=2 tp=2", "no parameter of the module is split along tp, the dim of parallel.tensor"),
-    ("plateau", "dp=2", "the scheduler is a ReduceLROnPlateau"),
 ]
 
 

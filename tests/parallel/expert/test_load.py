@@ -151,7 +151,7 @@ def on_a_mesh(config: Config) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
 def _mesh(name: str, model: dict[str, Any], **train: Any) -> Config:
     dims, more = MESHES[name]
     options = {key: value for key, value in more.items() if key != "recompute"}
-    train = {**TRAIN, "activation_checkpointing": 4 * ("recompute" in more), **train}
+    train = {**TRAIN, "activation_checkpointing": 4 if "recompute" in more else False, **train}
     return config_of(model, dims, train=train, tokenizer=None, **options)
 
 
