@@ -27,6 +27,12 @@ class Average:
         self.values = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self.steps = torch.zeros((), dtype=torch.float64, device=device)
 
+    def settle(self) -> None:
+        """Before the first averaged step, make the averages the weights of now. Raises TrainingError as `check` does."""
+        self.check()
+        if self.steps == 0:
+            self.begin()
+
     @torch.no_grad()
     def begin(self) -> None:
         """Begin again with the weights of now."""
@@ -38,17 +44,19 @@ class Average:
     def update(self, spoilt: Tensor) -> None:
         """Add the weights of now, unless the scalar `spoilt` is nonzero. Does not wait for the device."""
         applied = (spoilt == 0).to(self.steps)
+        first = (self.steps == 0) & (spoilt == 0)
         # In float64: torch.where of two numbers would be float32.
-        weight = applied * torch.full_like(self.steps, 1 - self._decay).masked_fill_(self.steps == 0, 1.0)
+        weight = applied * torch.full_like(self.steps, 1 - self._decay)
         self.steps += applied
         for name, parameter in self._parameters.items():
-            now = local(parameter)
-            local(self.values[name]).lerp_(now, weight.to(now.dtype))
+            now, average = local(parameter), local(self.values[name])
+            # Copied, as what is there before the first step may be no number: weights are filled after they are made.
+            average.copy_(torch.where(first, now, average.lerp(now, weight.to(now.dtype))))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """In this context, the weights are the averages, and the averages the weights."""
-        self.check()
+        self.settle()
         self._swap()
         try:
             yield

@@ -192,7 +192,7 @@ class State:
     def _averages(self) -> dict[str, Tensor | Kept]:
         if self._average is None:
             return {}
-        self._average.check()
+        self._average.settle()
         values = {f"ema.{name}": self._before(name, value) for name, value in self._average.values.items()}
         return {"ema": self._average.steps, **values}
 

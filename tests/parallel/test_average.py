@@ -16,6 +16,7 @@ from meshcomm.config import Config
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import tensor_parallel, whole
+from meshcomm.parallel.average import Average
 from meshcomm.train import Trainer
 from meshcomm.train.export import export_weights
 from tests.sizes import train_of
@@ -107,3 +108,18 @@ def test_they_are_exported_if_asked_for(tmp_path: Path) -> None:
     averages, weights = (load_file(tmp_path / f"{ema}.safetensors") for ema in (True, False))
     assert averages.keys() == weights.keys() == dict(module.named_parameters()).keys()
     assert not torch.equal(averages["up.weight"], weights["up.weight"])
+
+
+def test_before_the_first_applied_step_they_are_the_weights() -> None:
+    """Also if the weights are filled after the averages were made, in memory that has no numbers, and if steps are skipped."""
+    weight = torch.nn.Parameter(torch.full((3,), torch.nan))
+    average = Average([("weight", weight)], 0.9, torch.device("cpu"))
+    weight.data.fill_(2.0)
+    average.update(torch.tensor(1.0))
+    with average.swapped():
+        assert weight.tolist() == [2.0] * 3
+    average.values["weight"].fill_(torch.nan)
+    average.update(torch.tensor(0.0))
+    weight.data.fill_(3.0)
+    average.update(torch.tensor(0.0))
+    assert average.values["weight"].tolist() == pytest.approx([2.1] * 3)
