@@ -23,10 +23,12 @@ from meshcomm.parallel.expert.load import Loads
 from meshcomm.parallel.loss import StepLoss, module_of
 from meshcomm.parallel.memory import eval_mode
 from meshcomm.parallel.model import Model
+from meshcomm.parallel.muon import Muon
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns, check_some_learn
 from meshcomm.parallel.results import Done, Results
 from meshcomm.parallel.shard import Sharded
+from meshcomm.parallel.sparse import optimizers_in
 from meshcomm.parallel.splits import along, sections
 from meshcomm.parallel.state import Kinds, State
 from meshcomm.parallel.torch_private import shared_casts
@@ -161,6 +163,8 @@ class Engine:
             for part in self.modules.modules():
                 if isinstance(part, Experts):
                     part.loss_scale = self._scale.value
+        if self._recovers:
+            self._check_recovers()
         self._norm = GradientNorm(
             mesh,
             local.named,
@@ -346,6 +350,23 @@ class Engine:
     def outcome(self) -> tuple[list[float], float]:
         """Return the outcome of step `reached.decided`, for `complete` on a rank that does not know this outcome."""
         return self._results.outcome()
+
+    def _check_recovers(self) -> None:
+        """Raise UnsupportedOp if a step that was interrupted by the loss of a rank could not be completed or repeated."""
+        what, way = "", ""
+        if any(isinstance(part, Muon) and part.communicates for part in optimizers_in(self.optimizer)):
+            # `complete` would need the ranks that are lost.
+            what, way = "Muon on split matrices", 'optimizer = "adamw"'
+        elif self._scale is not None:
+            # A step that overflowed, and was interrupted, would be counted wrongly.
+            what, way = "float16", 'train.compute_dtype = "bfloat16"'
+        if what:
+            raise UnsupportedOp(
+                f"{what} cannot continue after a rank is lost",
+                given=f"{what} in a job that replaces lost ranks",
+                expected="a job that ends with its first lost rank, and is resumed from a checkpoint",
+                hint=f"run without --replace; or {way}",
+            )
 
     def complete(self, number: int, outcome: tuple[Sequence[float], float]) -> None:
         """Apply the step whose gradients are already summed, as other ranks have done. Does not communicate."""

@@ -1,9 +1,9 @@
-"""Muon on split parameters, and several optimizers in one step."""
+"""Muon on split parameters."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,19 +15,6 @@ from meshcomm.layout.names import listed
 from meshcomm.parallel.expert.packed import EXPERTS
 from meshcomm.parallel.tensor.parameters import local
 from meshcomm.transfer.fused import Parts, fused_parts, joined, kept
-
-
-class Several(torch.optim.Optimizer):
-    """Optimizers that take a step together. Its groups are theirs, and they have the state of their parameters."""
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        self.parts = list(parts)
-        super().__init__([group for part in parts for group in part.param_groups], {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Run a step of each optimizer."""
-        for part in self.parts:
-            part.step()
 
 
 class Muon(torch.optim.Optimizer):
@@ -73,6 +60,14 @@ class Muon(torch.optim.Optimizer):
                 expected="real parameters with two axes, or experts' stacks of them",
                 hint=f'train.groups = {{ "{next(iter(others.values()))}" = {{ optimizer = "adamw" }}, ... }}, before patterns of more parameters',
             )
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a step gathers matrices from other ranks."""
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        return any(
+            isinstance(each, DTensor) and {*map(type, each.placements)} != {Replicate} for each in held
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

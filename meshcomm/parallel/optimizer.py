@@ -21,7 +21,7 @@ from meshcomm.layout import Dims
 from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
-from meshcomm.parallel.muon import Muon, Several
+from meshcomm.parallel.muon import Muon
 from meshcomm.parallel.narrow_state import narrowed
 from meshcomm.parallel.sparse import SparseRows, optimizers_in
 from meshcomm.parallel.split_update import check_apart, check_fused, check_kept, check_split
@@ -116,6 +116,19 @@ def check_some_learn(frozen: Sequence[str], names: Sequence[str]) -> None:
             expected="patterns that do not match all parameters",
             hint="meshcomm.train.Trainer(...).engine.named_parameters()",
         )
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers that take a step together. Its groups are theirs, and they have the state of their parameters."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Run a step of each optimizer."""
+        for part in self.parts:
+            part.step()
 
 
 def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:

@@ -13,7 +13,7 @@ import torch
 
 import meshcomm
 from meshcomm.config import Config, load_config
-from meshcomm.errors import RankFailed, RankLost
+from meshcomm.errors import RankFailed, RankLost, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
@@ -94,6 +94,23 @@ def test_some_moments(tmp_path: Path) -> None:
     ended = trained(settings_of(tmp_path), {}, 0)[0].ended
     draw = random.Random(1)
     loses_at(tmp_path, [(draw.randrange(RANKS), draw.randrange(1, ended), seed) for seed in range(3)])
+
+
+@pytest.mark.parametrize("what", ["Muon on split matrices", "float16"])
+def test_what_cannot_continue_after_a_loss_is_refused(what: str, tmp_path: Path) -> None:
+    usual = settings_of(tmp_path, evaluates=False)
+    muon = 'train.groups={ "layers.*.w?.weight" = { optimizer = "muon" } }'
+    sharded = [
+        "train.micro_batch_size=1",
+        "mesh.dims={ dp = 4, fsdp = 2 }",
+        'parallel={ data = "dp", shard = "fsdp" }',
+    ]
+    more = {"float16": ["train.dtype=float32", "train.compute_dtype=float16"]}.get(what, [muon, *sharded])
+    with pytest.raises(RankFailed, match=f"{what} cannot continue after a rank is lost") as caught:
+        trained(load_config(usual, more), {1: 10**6}, 0)
+    assert all(type(error) is UnsupportedOp for error in caught.value.by_rank.values())
+    # Whole matrices need no other rank.
+    assert len(trained(load_config(usual, [muon]), {1: 10**6}, 0)) == RANKS
 
 
 @pytest.mark.faults

@@ -115,7 +115,7 @@ def _sources(
 
 
 def _folder(path: Path, engine: Engine, known: Collection[str]) -> tuple[Folder, bytes]:
-    """Return the files at `path`, and what tells whether ranks have the same ones, if that is cheap to know."""
+    """Return the files at `path`, and the digest of a checkpoint's metadata; b"" for other files."""
     # A checkpoint of a run that has lost its lock is damaged.
     of_torch = (path / METADATA).is_file() and not (path / LOCK).is_file() and step_of(path) < 0
     pieces: dict[str, _Piece] | None = None
