@@ -24,11 +24,12 @@ from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 
 SECOND: Final = timedelta(seconds=1)
+CONNECTED: Final = timedelta(seconds=20)
 
 
 def new_store(kind: str, folder: Path) -> Any:
     if kind == "tcp":
-        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SECOND)
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=CONNECTED)
     return dist.HashStore() if kind == "hash" else dist.FileStore(str(folder / str(time.monotonic_ns())), 1)
 
 
@@ -144,7 +145,7 @@ def test_a_launcher_refuses_what_no_rank_has_written() -> None:
 def foreign() -> Any:
     """The store as another program sees it: torch's store of this rank's job, without the secret."""
     port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=SECOND)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=CONNECTED)
     return dist.PrefixStore(f"run-{os.environ['TORCHELASTIC_RUN_ID']}", store)
 
 
