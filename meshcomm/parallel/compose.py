@@ -352,20 +352,14 @@ class Engine:
         return self._results.outcome()
 
     def _check_recovers(self) -> None:
-        """Raise UnsupportedOp if a step that was interrupted by the loss of a rank could not be completed or repeated."""
-        what, way = "", ""
+        """Raise UnsupportedOp if a step that was interrupted by the loss of a rank could not be completed."""
         if any(isinstance(part, Muon) and part.communicates for part in optimizers_in(self.optimizer)):
             # `complete` would need the ranks that are lost.
-            what, way = "Muon on split matrices", 'optimizer = "adamw"'
-        elif self._scale is not None:
-            # A step that overflowed, and was interrupted, would be counted wrongly.
-            what, way = "float16", 'train.compute_dtype = "bfloat16"'
-        if what:
             raise UnsupportedOp(
-                f"{what} cannot continue after a rank is lost",
-                given=f"{what} in a job that replaces lost ranks",
+                "Muon on split matrices cannot continue after a rank is lost",
+                given="Muon on split matrices in a job that replaces lost ranks",
                 expected="a job that ends with its first lost rank, and is resumed from a checkpoint",
-                hint=f"run without --replace; or {way}",
+                hint='run without --replace; or optimizer = "adamw"',
             )
 
     def complete(self, number: int, outcome: tuple[Sequence[float], float]) -> None:
@@ -383,6 +377,8 @@ class Engine:
             self._state.put_back_forward(self._before)
 
     def _abandon(self) -> None:
+        # A rank may have been lost between a step's results and its decision.
+        self._results.drop(self.reached.applied)
         for gradients in self._sharded():
             gradients.abandon()
 

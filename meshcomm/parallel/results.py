@@ -89,7 +89,7 @@ class Results:
         self._names = names
         self._splits, self._mesh = splits, splits.mesh
         self._norm, self._parameters, self._stage = norm, parameters, stage
-        self._vocab_size, self._lr, self._stop = vocab_size, train.lr, train.on_nonfinite == "stop"
+        self._train, self._vocab_size, self._stop = train, vocab_size, train.on_nonfinite == "stop"
         self._scales = train.compute_dtype == "float16"
         self._pieces = math.prod(map(self._mesh.size, splits.gradients))
         self._epoch, self._epochs = -1, list[Tensor]()
@@ -114,6 +114,10 @@ class Results:
         if self._stop:
             self._ended = torch.maximum(self._ended, self._ends(held))
         return self._spoilt
+
+    def drop(self, after: int) -> None:
+        """Drop the pending steps after step `after`, which have not been applied."""
+        self._steps = [step for step in self._steps if step.number <= after]
 
     def pending(self) -> list[Done]:
         """Return the steps that `collect` has not returned, without asking other ranks why a value is not finite."""
@@ -191,23 +195,30 @@ class Results:
         Raises:    TrainingError on every rank if a step's loss or gradient norm is not finite and train.on_nonfinite is
                    "stop". Neither that step nor any later step was applied.
         """
-        steps, self._steps = self._steps, []
+        # A loss of ranks may interrupt the exchanges that name a fault: `pending` still has the steps then.
+        try:
+            rows = torch.stack([step.values for step in self._steps]).tolist() if self._steps else []
+            for mean, elsewhere, norm, *terms in rows:
+                self._seen.append(self._judged(self._steps[0], mean, norm + elsewhere, terms))
+                del self._steps[0]
+        except TrainingError:
+            self._steps, self._seen = [], []
+            raise
         collected, self._seen = self._seen, []
-        if not steps:
-            return collected
-        for step, (mean, elsewhere, norm, *terms) in zip(
-            steps, torch.stack([step.values for step in steps]).tolist(), strict=True
-        ):
-            done = self._done(step, mean, norm + elsewhere, terms)
-            if not math.isfinite(mean + done.gradient_norm):
-                if step.apart is not None and step.apart.item():
-                    raise _apart(done.number)
-                self.check_used(done.number, step.missing)
-                done = done._replace(fault=self._fault(step))
-                if self._stop and not (self._scales and math.isfinite(mean)):
-                    raise _stopped(done, step.lr, self._lr, not step.counted.item())
-            collected.append(done)
         return collected
+
+    def _judged(self, step: _Pending, loss: float, norm: float, terms: list[float]) -> Done:
+        """Return a step with the reason why it was not applied, if any. Raises the errors of `collect`."""
+        done = self._done(step, loss, norm, terms)
+        if math.isfinite(loss + norm):
+            return done
+        if step.apart is not None and step.apart.item():
+            raise _apart(done.number)
+        self.check_used(done.number, step.missing)
+        done = done._replace(fault=self._fault(step))
+        if ends(done, self._train):
+            raise stopped(done, self._train, not step.counted.item())
+        return done
 
     def check_used(self, number: int, missing: Sequence[str]) -> None:
         """Raise TrainingError on every rank if parameters of one rank got no gradient. Called by: every rank of the mesh."""
@@ -288,17 +299,24 @@ class Results:
         return "\n".join(lines)
 
 
-def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError:
+def ends(done: Done, train: TrainConfig) -> bool:
+    """Return whether a step ends the run because its loss or gradient norm is not finite."""
+    goes_on = train.on_nonfinite == "skip" or (train.compute_dtype == "float16" and math.isfinite(done.loss))
+    return bool(done.fault) and not goes_on
+
+
+def stopped(done: Done, train: TrainConfig, nothing: bool = False) -> TrainingError:
+    """Return the error for a step that ends the run. nothing: whether no target of its global batch counts."""
     finite = math.isfinite(done.loss)
     quantity, size = ("gradient norm", done.gradient_norm) if finite else ("loss", done.loss)
     return TrainingError(
         f"the {quantity} of step {done.number} is {size}",
-        given=f"{done.fault}\nloss {done.loss:.4g}, gradient norm {done.gradient_norm:.4g}, lr {lr:.3g}",
+        given=f"{done.fault}\nloss {done.loss:.4g}, gradient norm {done.gradient_norm:.4g}, lr {done.lr:.3g}",
         expected="finite numbers on every rank; this step is not applied, and no later state is saved",
         hint='use data with targets that count in each step, or train.on_nonfinite = "skip"'
         if nothing
         else f"continue from the last checkpoint (train.resume = true) with a smaller train.lr than "
-        f'{most:g}, or with train.on_nonfinite = "skip"'
+        f'{train.lr:g}, or with train.on_nonfinite = "skip"'
         + ("; if a mask may be empty, return (sum, count) from the loss" if math.isnan(done.loss) else ""),
     )
 

@@ -20,7 +20,7 @@ from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.results import Done
+from meshcomm.parallel.results import Done, ends, stopped
 from meshcomm.parallel.state import takes_metric
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.checkpoint.checkpoints import Checkpoints, state_of
@@ -353,6 +353,9 @@ class Steps:
             self._recent.append(done)
             self._in_a_row = self._in_a_row + 1 if done.fault else 0
             self._skipped += bool(done.fault)
+            # A loss of ranks may have come before the engine raised this error.
+            if ends(done, self._train):
+                raise stopped(done, self._train)
             if self._in_a_row > _IN_A_ROW:
                 raise _nothing_finite(done, self._train)
             if not done.fault and not self._logs(done.number):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
@@ -96,8 +96,7 @@ def test_some_moments(tmp_path: Path) -> None:
     loses_at(tmp_path, [(draw.randrange(RANKS), draw.randrange(1, ended), seed) for seed in range(3)])
 
 
-@pytest.mark.parametrize("what", ["Muon on split matrices", "float16"])
-def test_what_cannot_continue_after_a_loss_is_refused(what: str, tmp_path: Path) -> None:
+def test_muon_on_split_matrices_is_refused(tmp_path: Path) -> None:
     usual = settings_of(tmp_path, evaluates=False)
     muon = 'train.groups={ "layers.*.w?.weight" = { optimizer = "muon" } }'
     sharded = [
@@ -105,12 +104,89 @@ def test_what_cannot_continue_after_a_loss_is_refused(what: str, tmp_path: Path)
         "mesh.dims={ dp = 4, fsdp = 2 }",
         'parallel={ data = "dp", shard = "fsdp" }',
     ]
-    more = {"float16": ["train.dtype=float32", "train.compute_dtype=float16"]}.get(what, [muon, *sharded])
-    with pytest.raises(RankFailed, match=f"{what} cannot continue after a rank is lost") as caught:
-        trained(load_config(usual, more), {1: 10**6}, 0)
+    with pytest.raises(
+        RankFailed, match="Muon on split matrices cannot continue after a rank is lost"
+    ) as caught:
+        trained(load_config(usual, [muon, *sharded]), {1: 10**6}, 0)
     assert all(type(error) is UnsupportedOp for error in caught.value.by_rank.values())
     # Whole matrices need no other rank.
     assert len(trained(load_config(usual, [muon]), {1: 10**6}, 0)) == RANKS
+
+
+OVERFLOWS: Final = {"compute_dtype": "float16", "loss_scale": 1e19}
+# Trainings of three steps: dims, [parallel], and changes to [model] and [train].
+TRAININGS: Final[dict[str, tuple[dict[str, int], dict[str, str], dict[str, Any], dict[str, Any]]]] = {
+    "float16": (
+        {"dp": 4, "fsdp": 2},
+        {"data": "dp", "shard": "fsdp"},
+        {},
+        {**OVERFLOWS, "micro_batch_size": 2},
+    ),
+    "float16 pp": ({"dp": 4, "pp": 2}, {"data": "dp", "pipeline": "pp"}, {"num_layers": 2}, OVERFLOWS),
+    "float16 tp ema": ({"dp": 4, "tp": 2}, {"data": "dp", "tensor": "tp"}, {}, {**OVERFLOWS, "ema": 0.9}),
+    "skip": ({"dp": 4, "cp": 2}, {"data": "dp", "context": "cp"}, {}, {"on_nonfinite": "skip", "lr": 3e38}),
+    "bias updates": (
+        {"dp": 8},
+        {"data": "dp", "expert": "ep"},
+        {"experts": 4, "experts_per_token": 2, "experts_every": 1, "bias_update_speed": 0.1},
+        {},
+    ),
+    "shared heads": (
+        {"dp": 2, "tp": 4},
+        {"data": "dp", "tensor": "tp"},
+        {"num_heads": 4, "num_kv_heads": 1, "hidden_size": 16},
+        {"micro_batch_size": 2},
+    ),
+    "ema": ({"dp": 4, "cp": 2}, {"data": "dp", "context": "cp"}, {}, {"ema": 0.9}),
+}
+
+
+def training(name: str, folder: Path) -> Config:
+    dims, parallel, model, train = TRAININGS[name]
+    usual = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
+    return load_config(
+        {
+            "mesh": {"dims": dims, "device": "cpu", "timeout_s": 60.0}
+            | ({"views": {"expert": {"edp": 4, "ep": 2}}} if "expert" in parallel else {}),
+            "parallel": parallel,
+            "model": usual | model,
+            "data": {"seq_len": 4, "max_bytes": 4000},
+            "train": {"steps": 3, "global_batch_size": 16, "micro_batch_size": 1, "check": False} | train,
+        },
+        [f'train.out="{folder}"'],
+    )
+
+
+def loses_one(name: str, folder: Path, moments: Iterable[tuple[int, int]]) -> None:
+    """Lose a rank at an operation of one of TRAININGS. moments: (rank, number)."""
+    whole = trained(training(name, folder / "whole"), {}, 0)
+    for rank, number in moments:
+        found = trained(training(name, folder / f"{rank} {number}"), {rank: number}, number)
+        # repr, because nan != nan.
+        assert {repr(each.losses) for each in found} == {repr(whole[0].losses)}, (rank, number)
+
+
+def test_a_rank_is_lost_while_ranks_name_why_a_step_is_skipped(tmp_path: Path) -> None:
+    """An engine has the step's results then, and has not decided or not reported the step."""
+    loses_one("float16", tmp_path, [(1, 81), (1, 111), (1, 144)])
+
+
+def test_a_step_that_ends_the_run_ends_it_also_if_a_rank_is_lost_meanwhile(tmp_path: Path) -> None:
+    settings = load_config(training("skip", tmp_path), ["train.on_nonfinite=stop"])
+    with pytest.raises(RankFailed, match=r"ranks 0 1 2 3 4 5 6 7 .*\n.*\n.*the loss of step 2 is nan"):
+        trained(settings, {1: 153}, 153)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", TRAININGS)
+def test_some_moments_of_trainings_that_skip_steps_or_have_more_state(name: str, tmp_path: Path) -> None:
+    whole = trained(training(name, tmp_path), {}, 0)
+    draw = random.Random(4)
+    ranks = [draw.randrange(RANKS) for _ in range(30)]
+    loses_one(
+        name, tmp_path, [(rank, draw.randrange(whole[rank].began + 1, whole[rank].ended)) for rank in ranks]
+    )
 
 
 @pytest.mark.faults
