@@ -29,6 +29,11 @@ REPLICA: Final = "replica"
 EXPERT_SHARD: Final = "expert shard"
 
 
+# How many tensors of a parameter's shape torch's optimizers keep, if not two; and one more with these arguments.
+_STATES: Final = {"sgd": 0, "rmsprop": 1, "adagrad": 1, "asgd": 1, "muon": 1}
+_MORE_STATE: Final = ("momentum", "centered", "amsgrad")
+
+
 class Sizes(NamedTuple):
     """The size of each part's dim; 1 for a part without a dim. microbatches: the number of micro-batches per rank and step.
     expert_copies: the number of copies of each expert shard.
@@ -262,8 +267,7 @@ def kv_heads(model: ModelConfig, sizes: Sizes) -> float:
 
 
 def memory(work: Workload, sizes: Sizes) -> Memory:
-    """Return the memory of the rank that needs the most. Weights and gradients have the same dtype. Adam's two moments have
-    train.state_dtype.
+    """Return the memory of the rank that needs the most. Weights and gradients have the same dtype.
 
     With sharding (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the number of shards. At the peak, two layers
     and the weights outside the layers are gathered; without `reshard`, all weights are. If a step has several
@@ -272,7 +276,7 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
     counts = weights(work, sizes)
     shards, spread = work.shards(sizes), work.expert_shards(sizes)
     share = (counts.plain / shards + counts.experts / spread) * work.weight_bytes
-    moments = 2 * share * _BYTES[work.train.state_dtype or work.train.dtype] / work.weight_bytes
+    moments = share * state_bytes(work.train) / work.weight_bytes
     activations = _activations(work, sizes)
     if shards == spread == 1:
         # Autocast keeps its casted copies of the weights for the backward pass.
@@ -285,6 +289,20 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
     if sizes.microbatches > 1:
         gradients = every * work.reduced_bytes
     return Memory(share, gradients, moments, activations, gathered * work.activation_bytes)
+
+
+def state_bytes(train: TrainConfig) -> int:
+    """Return how many bytes the optimizer keeps for each weight, and the moving average of train.ema. If groups have optimizers of
+    their own, those of the optimizer that keeps the most.
+    """
+    kinds = [(train.optimizer, train.optimizer_args)]
+    kinds += [(group.optimizer, group.optimizer_args) for group in train.groups.values() if group.optimizer]
+    states = max(
+        _STATES.get(name, 2) + (0 if name == "muon" else sum(bool(args.get(more)) for more in _MORE_STATE))
+        for name, args in kinds
+    )
+    average = 0 if train.ema is None else _BYTES[train.dtype]
+    return states * _BYTES[train.state_dtype or train.dtype] + average
 
 
 def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float]:

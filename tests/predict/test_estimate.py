@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshcomm.config import Config, load_config
 from meshcomm.dryrun.rank import RankStep, pretended_step
 from meshcomm.models.hf import counts_of
-from meshcomm.predict.estimate import Memory, Sizes, expected, memory, weights, workload
+from meshcomm.parallel.optimizer import KINDS
+from meshcomm.predict.estimate import Memory, Sizes, expected, memory, state_bytes, weights, workload
 
 # The page's model: the yardstick's width and eight layers.
 SHOWN: dict[str, Any] = {
@@ -296,3 +297,28 @@ def test_the_page_s_counts_are_those_of_a_step_that_is_run(row: str) -> None:
     shown = f"| {row} | {' | '.join(f'{each / 1e6:.1f}' for each in mine)} |"
     # Other versions of torch may keep a little more or less.
     assert rows[row] == pytest.approx([each / 1e6 for each in mine], rel=0.05, abs=0.2), shown
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        *((name, {}) for name in KINDS),
+        ("sgd", {"momentum": 0.9}),
+        ("rmsprop", {"momentum": 0.9, "centered": True}),
+        ("adam", {"amsgrad": True}),
+        ("muon", {"momentum": 0.5}),
+    ],
+)
+def test_the_optimizer_keeps_as_many_bytes_as_that_of_torch(name: str, args: dict[str, Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 8))
+    weight.grad = torch.ones(4, 8)
+    optimizer = KINDS[name]([weight], lr=0.1, **args)
+    optimizer.step()
+    kept = [each for each in optimizer.state[weight].values() if torch.is_tensor(each) and each.ndim]
+    settings: dict[str, Any] = {"optimizer": name, "optimizer_args": args}
+    if name == "muon":
+        settings = {"optimizer": "sgd", "groups": {"*": settings}}
+    train = config_of("dp=4", {"data": "dp"}, settings, SHOWN).train
+    assert train is not None
+    assert state_bytes(train) * weight.numel() == sum(each.nbytes for each in kept)
+    assert state_bytes(train.model_copy(update={"ema": 0.9})) == state_bytes(train) + 4
