@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from meshcomm.config.mesh import MeshConfig
@@ -279,6 +280,15 @@ def _evaluation(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _weights(resolved: Resolved) -> Iterator[Problem]:
+    train = resolved.train
+    if train.init_from is not None and Path(train.init_from).resolve().is_relative_to(
+        Path(train.out).resolve()
+    ):
+        # A new run in this folder renames what is there, and a resumed one goes on from it.
+        ways = ["another train.out", "remove train.init_from, and set train.resume = true"]
+        what = "the run would start from weights that are in its own folder"
+        given = resolved.written("train.init_from train.out")
+        yield Problem("train.init_from", what, "a path outside train.out", ways, given)
     if resolved.train.init_from is not None and resolved.model.random_weights:
         ways = ["remove model.random_weights", "remove train.init_from"]
         what = "no effect: the weights are read from train.init_from"

@@ -85,7 +85,8 @@ class Folder:
         ignored: Sequence[str] = (),
         pieces: Mapping[str, Any] | None = None,
     ) -> None:
-        self._path, self._base, self._ignored = path, base, (*_IGNORED, *ignored)
+        self._path, self._given = path, path
+        self._base, self._ignored = base, (*_IGNORED, *ignored)
         self._pieces = pieces
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
@@ -166,7 +167,7 @@ class Folder:
                     unfit.append(f"{name}, {error.given} instead of {error.expected}")
         if missing or extra or unfit:
             raise TrainingError(
-                f"the weights in {self._path} do not match the model",
+                f"the weights in {self._given} do not match the model",
                 given="\n".join(
                     f"{len(some)} {what}: {listed(some)}"
                     for what, some in (
@@ -206,10 +207,10 @@ class Folder:
             own = region.read(begin, end)
             if not torch.equal(own, values.to(own)):
                 raise TrainingError(
-                    f"{' and '.join(str(source.names) for source in present)} are one weight in config.json, but two in the weights",
-                    given=f"different values under the two names in {self._path}",
+                    f"{' and '.join(str(source.names) for source in present)} are one weight in the model, but two in the files",
+                    given=f"different values under the two names in {self._given}",
                     expected="equal values, or only one of the two; transformers does not tie different weights",
-                    hint='set "tie_word_embeddings": false in config.json',
+                    hint='set "tie_word_embeddings": false in config.json, or model.tied_embeddings = false for the built-in model',
                 )
 
         first, *others = present or sources[:1]
@@ -270,7 +271,7 @@ class Folder:
             usual = next(iter(rows))
             if len(rows) > 1 or (len(names), sum(size[0] for size in usual), *usual[0][1:]) != shape:
                 what = f"{_flat(names)[0]} and the tensors stacked with it do not fit the model"
-                given = f"{len(names)} times {' and '.join(map(str, usual))} in {self._path}"
+                given = f"{len(names)} times {' and '.join(map(str, usual))} in {self._given}"
                 raise ShapeError(what, given=given, expected=f"{shape} together", hint=_SAME)
             for index, row in enumerate(names):
                 first = 0
@@ -296,7 +297,7 @@ class Folder:
             return self._pieces[called]
         if called not in self._places:
             raise TrainingError(
-                f"the weights in {self._path} have no {name}",
+                f"the weights in {self._given} have no {name}",
                 given=f"{len(self._places)} tensors",
                 expected="every parameter of the model",
                 hint=did_you_mean(name, self._places)

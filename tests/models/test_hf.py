@@ -287,7 +287,7 @@ def test_a_tied_weight_that_is_saved_twice_is_one_weight_or_refused(pool: Pool, 
     (found,) = pool.run(_ours, folder, ranks=1)
     assert isinstance(found, str), "transformers does not tie these"
     assert (
-        "model.embed_tokens.weight and lm_head.weight are one weight in config.json, but two in the weights"
+        "model.embed_tokens.weight and lm_head.weight are one weight in the model, but two in the files"
         in found
     )
 

@@ -20,13 +20,13 @@ from meshcomm.models.weights import Folder, Source
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.state import EXTRA
 from meshcomm.train.checkpoint.folder import LOCK, METADATA, find_checkpoint, read, size_of, step_of
-from meshcomm.train.checkpoint.lock import Lock
+from meshcomm.train.checkpoint.lock import Lock, check_same_function
 from meshcomm.train.checkpoint.parts import Kind, kind_of
 from meshcomm.train.checkpoint.reader import SAFETENSORS_NAMES, Saved
 from meshcomm.transfer.placement import Box
 
-# What programs put around a module or its state_dict before they save it.
-_AROUND: Final = re.compile(r"((model|module|state_dict|model_state_dict|_orig_mod)\.)*")
+# What programs put around a module or its state_dict before they save it, if other models may stand beside it.
+_USUAL: Final = re.compile(r"(^|\b(model|module|state_dict|model_state_dict|_orig_mod)\.)$")
 
 
 class _Piece(NamedTuple):
@@ -116,6 +116,13 @@ def _sources(
 
 def _folder(path: Path, engine: Engine, known: Collection[str]) -> tuple[Folder, bytes]:
     """Return the files at `path`, and the digest of a checkpoint's metadata; b"" for other files."""
+    if not path.exists():
+        raise TrainingError(
+            f"there are no weights to start from at {path}",
+            given=f"train.init_from = {str(path)!r}, which does not exist on this host",
+            expected="a run or checkpoint of meshcomm, safetensors, a file of torch.save, or a folder of torch.distributed.checkpoint",
+            hint="a path relative to the config file, which the hosts of all ranks can read",
+        )
     # A checkpoint of a run that has lost its lock is damaged.
     of_torch = (path / METADATA).is_file() and not (path / LOCK).is_file() and step_of(path) < 0
     pieces: dict[str, _Piece] | None = None
@@ -123,7 +130,7 @@ def _folder(path: Path, engine: Engine, known: Collection[str]) -> tuple[Folder,
     if of_torch or (path.is_dir() and not [*path.glob("*.safetensors*")]):
         folder = path if of_torch else find_checkpoint(path)
         if not of_torch:
-            Lock.read(folder)
+            check_same_function(Lock.read(folder), engine.sections.model, folder)
         saved, digest = Saved(folder, signed=not of_torch), read(folder / METADATA)
         pieces = {
             name: _Piece(kind, partial(_of_saved, saved, name, {}))
@@ -148,12 +155,11 @@ def _within(path: Path, pieces: Mapping[str, _Piece], known: Collection[str] | N
     if known is not None:
         counts: dict[str, int] = {}
         for name in pieces:
-            begins = {match.end() for match in [_AROUND.match(name)] if match} | {0}
-            begins |= {end.end() for end in re.finditer(r"\.", name) if _AROUND.fullmatch(name[: end.end()])}
-            for begin in begins:
+            for begin in (0, *(dot.end() for dot in re.finditer(r"\.", name))):
                 counts[name[:begin]] = counts.get(name[:begin], 0) + (name[begin:] in known)
         most = max(counts.values(), default=0)
         best = [prefix for prefix, count in counts.items() if count == most]
+        best = [prefix for prefix in best if _USUAL.search(prefix)] or best
         if most and len(best) > 1:
             raise TrainingError(
                 f"there are several models in {path}",

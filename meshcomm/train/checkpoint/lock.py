@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from meshcomm import __version__
-from meshcomm.config import Config
+from meshcomm.config import Config, ModelConfig
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
@@ -52,6 +52,11 @@ NOT_THE_MODEL = {
 }
 # The location of this folder may change. Its content may not.
 _MAY_MOVE = {"model.pretrained"}
+# Keys of [model] that do not change what a model computes from its weights when it is evaluated.
+_FREE = {
+    *("build", "args", "pretrained", "random_weights", "lora"),
+    *("dropout", "capacity_factor", "balance_loss", "bias_update_speed"),
+}
 _SECTIONS = ("mesh", "parallel", "model", "data", "train")
 
 
@@ -170,11 +175,42 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
     }
     settings["mesh"]["dims"] = dict(mesh.layout.dims)
     settings.setdefault("data", {})["sha256"] = digest.hex()
-    if config.model is not None and config.model.pretrained is not None:
-        settings[PRETRAINED] = json.loads((Path(config.model.pretrained) / "config.json").read_text())
+    settings |= _config_json(config.model)
     libraries = {"meshcomm": __version__, "torch": torch.__version__, "numpy": np.__version__}
     versions = {**libraries, "einops": einops.__version__, "python": platform.python_version()}
     return Lock(0, 0.0, mesh.plan.fingerprint, mesh.plan.facts(), settings, versions)
+
+
+def _config_json(model: ModelConfig | None) -> dict[str, dict[str, Any]]:
+    if model is None or model.pretrained is None:
+        return {}
+    return {PRETRAINED: json.loads((Path(model.pretrained) / "config.json").read_text())}
+
+
+def check_same_function(saved: Lock, model: ModelConfig | None, folder: Path) -> None:
+    """Raise ConfigError if weights of the checkpoint `folder` would compute something else in the run's model, although their
+    shapes may fit. model: the run's [model].
+    """
+    tables: dict[str, Mapping[str, Any]] = {**_config_json(model)}
+    if model is not None:
+        tables["model"] = model.model_dump(mode="json", exclude=_FREE)
+    changed = [
+        (f"{section}.{key}", value, before[key])
+        for section, table in tables.items()
+        for before in [saved.config.get(section, {})]
+        for key, value in table.items()
+        if key in before and before[key] != value and f"{section}.{key}" not in NOT_THE_MODEL
+    ]
+    if changed:
+        raise ConfigError(
+            f"weights of another model: {', '.join(name for name, _, _ in changed)}",
+            given="\n".join(
+                f"{name} = {toml(now)}, and {toml(was)} in {folder}" for name, now, was in changed
+            ),
+            expected="the model whose weights these are",
+            hint=f"restore them; or, if weights of these shapes are all that you want, meshcomm export {folder} weights.safetensors, "
+            'and train.init_from = "weights.safetensors"',
+        )
 
 
 def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:

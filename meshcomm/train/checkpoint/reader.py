@@ -88,6 +88,9 @@ class Saved:
 
     def __init__(self, folder: Path, *, signed: bool = True) -> None:
         self.folder, self._signed = folder, signed
+        self._way_out = (
+            instead_of(folder) if signed else f"save {folder} again, or copy it again from where it was saved"
+        )
         path = folder / METADATA
         try:
             metadata = unpickle(read(path))
@@ -104,7 +107,7 @@ class Saved:
                 "the checkpoint's metadata cannot be read",
                 given=f"{path}: {said}",
                 expected="tensor metadata as torch.distributed.checkpoint writes it",
-                hint=instead_of(folder),
+                hint=self._way_out,
             ) from error
         self._metadata = metadata
 
@@ -212,7 +215,7 @@ class Saved:
             expected=error.expected
             if isinstance(error, _OtherBytes)
             else "the bytes that were saved, readable on every host",
-            hint=instead_of(self.folder),
+            hint=self._way_out,
         )
 
     def _check(self, name: str, kind: Kind, there: Kind | None) -> None:

@@ -164,6 +164,16 @@ def with_dcp(path: Path) -> Path:
     return path / "dcp"
 
 
+def with_nested_dcp(path: Path) -> Path:
+    """As torch's tutorial saves it: in a dictionary of the program, beside other models."""
+    state = net(1).state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        app = {"model": state, "ema": {name: -x for name, x in state.items()}, "optim": {"a": torch.ones(2)}}
+        dcp.save({"app": app}, checkpoint_id=path / "dcp", no_dist=True)
+    return path / "dcp"
+
+
 @pytest.mark.parametrize(
     ("write", "dims"),
     [
@@ -174,6 +184,7 @@ def with_dcp(path: Path) -> Path:
         (with_one_safetensors, "tp=2"),
         (with_dcp, "pp=2"),
         (with_dcp, "fsdp=2"),
+        (with_nested_dcp, "tp=2"),
     ],
 )
 def test_files_of_others(pool: Pool, dims: str, write: Callable[[Path], Path], tmp_path: Path) -> None:
@@ -216,6 +227,26 @@ def test_the_built_in_model_starts_from_safetensors(pool: Pool, tmp_path: Path) 
     assert isinstance(found, tuple)
     save_file({name: torch.randn_like(x) for name, x in found[0].items()}, tmp_path / "model.safetensors")
     check(pool, "pp=2 tp=2", tmp_path, "config", load_file(tmp_path / "model.safetensors"), **BUILT_IN)
+
+
+def test_weights_of_equal_shapes_in_another_model_are_refused(pool: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "run/checkpoints/step-000001"
+    (found,) = pool.run(
+        started, config_on("dp=1", "", "train.init_from=", **BUILT_IN), "config", folder, ranks=1
+    )
+    assert isinstance(found, tuple)
+    for more, words in (
+        (["model.num_heads=4", "model.num_kv_heads=4"], "model.num_heads = 4, and 2 in "),
+        (["model.rope_theta=500"], "model.rope_theta = 500.0, and 10000.0 in "),
+        (["model.experts_per_token=1"], "model.experts_per_token = 1, and 2 in "),
+    ):
+        for error in pool.run(started, config_on("pp=2", folder, *more, **BUILT_IN), "config", None, ranks=2):
+            assert isinstance(error, str) and words in error and "meshcomm export" in error, error
+    # Settings of training may differ.
+    more = ["model.dropout=0.1", "model.balance_loss=0.5"]
+    assert isinstance(
+        pool.run(started, config_on("pp=2", folder, *more, **BUILT_IN), "config", None, ranks=2)[0], tuple
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama tied", "mixtral"])
@@ -276,8 +307,26 @@ def test_files_that_hold_something_else_are_refused(
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     (error,) = pool.run(started, config_on("dp=1", path), "spec", None, ranks=1)
     assert isinstance(error, str) and words in error
+
+
+def test_a_path_that_does_not_exist_is_named(pool: Pool, tmp_path: Path) -> None:
     (error,) = pool.run(started, config_on("dp=1", tmp_path / "none"), "spec", None, ranks=1)
-    assert isinstance(error, str) and "none" in error
+    assert isinstance(error, str) and "train.init_from = " in error and "none" in error
+
+
+def test_two_different_values_of_one_weight_are_refused(pool: Pool, tmp_path: Path) -> None:
+    torch.save(net(1).state_dict() | {"head.weight": torch.ones(VOCAB, WIDTH)}, tmp_path / "x.pt")
+    (error,) = pool.run(started, config_on("dp=1", tmp_path / "x.pt"), "spec", None, ranks=1)
+    assert isinstance(error, str) and "are one weight in the model, but two in the files" in error
+    assert "x.pt" in error and "model.tied_embeddings = false" in error
+
+
+def test_a_damaged_folder_of_torch_is_named(pool: Pool, tmp_path: Path) -> None:
+    folder = with_dcp(tmp_path)
+    (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-20])
+    (error,) = pool.run(started, config_on("dp=1", folder), "spec", None, ranks=1)
+    assert isinstance(error, str) and "metadata cannot be read" in error and "save" in error.split("try:")[1]
+    assert "checkpoint; start" not in error
 
 
 def test_ranks_with_different_files_are_refused(pool: Pool, tmp_path: Path) -> None:
@@ -298,3 +347,13 @@ def test_random_weights_beside_them_are_refused(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path / "family")
     with pytest.raises(ConfigError, match=r"no effect: the weights are read from train\.init_from"):
         config_on("dp=1", "x", model={"pretrained": str(folder), "random_weights": True})
+
+
+@pytest.mark.parametrize("inside", ["", "/checkpoints", "/checkpoints/step-000003"])
+def test_a_run_does_not_start_from_its_own_folder(inside: str, tmp_path: Path) -> None:
+    for resume in ("true", "false"):
+        with pytest.raises(ConfigError, match=r"weights that are in its own folder[^$]*another train\.out"):
+            config_on(
+                "dp=1", f"{tmp_path}/run{inside}", f'train.out="{tmp_path}/run"', f"train.resume={resume}"
+            )
+    config_on("dp=1", f"{tmp_path}/run", f'train.out="{tmp_path}/run2"')
