@@ -50,8 +50,8 @@ ROUNDING: Final = 1e-12
 @dataclass
 class Outcome:
     """What the steps computed. In `results`, the losses, further terms and gradient norms, by name and step. gradients: of the
-    first step, after clipping. after: weights and buffers after the last step. draws: whether random numbers were drawn; with
-    `silent`, other ones than those that constants can replace. noise: the names of the operators that constants replaced.
+    first step, after clipping. after: weights and buffers after the last step. draws: whether random numbers were drawn. With
+    `silent`, numbers that constants can replace do not count. noise: the names of the operators that constants replaced.
     narrow: whether the module or the loss casts float64 to a shorter dtype. unchanged: the parameters that kept their values.
     buffers: the names of the buffers. changed: whether the optimizer changed any parameter.
     """

@@ -292,8 +292,8 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
 
 
 def state_bytes(train: TrainConfig) -> int:
-    """Return how many bytes the optimizer keeps for each weight, and the moving average of train.ema. If groups have optimizers of
-    their own, those of the optimizer that keeps the most.
+    """Return how many bytes the optimizer keeps for each weight, and the moving average of train.ema. If groups name
+    other optimizers, the largest number among all optimizers.
     """
     kinds: list[tuple[str, Mapping[str, float | int | bool | str]]] = [
         (train.optimizer, train.optimizer_args)

@@ -223,7 +223,7 @@ class Generations:
         )
 
     def hung(self, ranks: Mapping[int, str]) -> None:
-        """Report ranks that others have waited for in vain until the timeout, with what each of them does.
+        """Report ranks that did not arrive before the timeout. ranks: what each of them does.
 
         The launcher ends their processes. They are then lost like others.
         """

@@ -24,7 +24,7 @@ def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | N
     dims: one entry for each dim, merged dim and view dim, in plan order. With ranks_per_node, an entry has nodes (the smallest
     and largest number of nodes that a group spans), crosses (link class -> the number of groups whose slowest link is of this
     class) and link (the slowest of those links). backend is "auto" only if the device is; each process then chooses a backend.
-    The cost in time and memory is that of one integer array over the ranks, regardless of the number of groups.
+    Time and memory grow with the number of ranks, as one integer for each, and not with the number of groups.
     Raises LayoutError if the mesh does not have `rank`.
     """
     plan = _on_its_device(plan)

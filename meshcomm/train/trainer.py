@@ -452,8 +452,8 @@ class Trainer:
         inputs:    a tensor, or a tree of tensors: a tuple or list is the module's arguments, a dictionary its named arguments, and
                    a dataclass its only argument. As the only argument of step: inputs, for a loss of your own that needs no targets; or a dictionary with inputs and targets. The collators in transformers
                    return such dictionaries for causal language models, with input_ids and labels for the same tokens. An attention_mask that masks tokens
-                   at the end, and position_ids that are 0 where a document starts, are optional. The first one is compared with the model's own loss:
-                   other models are trained with a loss of your own, for which a dictionary of other names is the model's named arguments.
+                   at the end, and position_ids that are 0 where a document starts, are optional. The first dictionary is compared with the
+                   model's own loss. Other models need a loss of your own. A dictionary of other names is then the model's named arguments.
         Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch,
                    on any device. Floating-point tensors are converted to train.dtype.
         documents: an int64 tensor (samples, tokens) with the document number of each token, in ascending order. Used

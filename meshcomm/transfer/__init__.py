@@ -1,1 +1,1 @@
-"""Where the parts of a tensor lie on a mesh, and who sends which of them to whom: between meshes, files and processes."""
+"""Plans and runs transfers of tensors between meshes, files and processes: which rank has which part, and who sends what."""

@@ -221,7 +221,7 @@ def held_by_reader(pairs: Pairs, ends: Ends) -> NDArray[np.bool_]:
     readers = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
     if not ends.overlap:
         return np.zeros(readers.shape, dtype=bool)
-    # A position is that of a part plus that of a copy, in one way only.
+    # Each position is the sum of the position of a part and the position of a copy, and no two such sums are equal.
     is_copy = np.zeros(ends.source.world_size, dtype=bool)
     is_copy[pairs.source_copies] = True
     positions = ends.source_positions[readers]

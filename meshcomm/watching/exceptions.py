@@ -110,7 +110,7 @@ def place_of(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> list[FrameSummary]:
-    """Return the frames of the error's traceback, except those of meshcomm and torch, and those that started the script."""
+    """Return the frames of the error's traceback, except the frames of meshcomm and torch, and of what started the script."""
     frames = extract_tb(error.__traceback__)
     return [frame for frame in frames if not is_ours(frame.filename) and "runpy" not in frame.filename]
 

@@ -1,4 +1,4 @@
-"""How long each group's calls have been running: those that block a rank, and those that a backend has queued."""
+"""How long each group's calls have been running, both blocking and queued calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of errors about calls: why a backend ended one, which call it was, and what a rank does instead."""
+"""Formats errors about calls: the call, the backend's reason, and what another rank does instead."""
 
 from __future__ import annotations
 

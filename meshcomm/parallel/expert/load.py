@@ -17,8 +17,9 @@ _BIASES: Final = (BIAS, "expert_bias")
 
 
 def bias_of(module: nn.Module, experts: str) -> tuple[nn.Module, str] | None:
-    """Return the part of `module` that has the bias of a router as a buffer, and the buffer's name. experts: the name of the
-    module of packed experts beside the router.
+    """Return the router's bias, which is a buffer: the part of `module` that has it, and its name.
+
+    experts: the name of the module of packed experts.
     """
     around = module.get_submodule(experts.rpartition(".")[0])
     buffers = (
