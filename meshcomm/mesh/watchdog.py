@@ -95,7 +95,7 @@ class WatchOptions:
     compared:   maximum number of messages compared per pair of ranks; if None, all messages.
     alone:      whether no other rank is a process. If so, no rank asks or answers.
     process_of: returns the state of a rank's process: "ended", "stopped" or "runs"; "" if unknown.
-    tells_s:    a call that blocks for this long, but not beyond its group's timeout, is reported in one line.
+    warn_after_s: a call that blocks for this long, but not beyond its group's timeout, is reported in one line.
     refused:    returns the error if this rank may belong to another job. Called at each check.
     lost:       (call, whether a peer is gone, whether a value is used) -> the error if the launcher has replaced lost ranks.
     hung:       reports hung ranks, with what each does, to a launcher that replaces them; None if none does.
@@ -110,7 +110,7 @@ class WatchOptions:
     compared: int | None = 0
     alone: bool = False
     process_of: Callable[[int], str] = lambda rank: ""
-    tells_s: float = math.inf
+    warn_after_s: float = math.inf
     refused: Callable[[], MeshcommError | None] = lambda: None
     lost: Callable[[str, bool, bool], MeshcommError | None] = lambda what, waits, confirms: None
     hung: Callable[[Mapping[int, str]], None] | None = None
@@ -379,9 +379,9 @@ class Watchdog(Watching):
 
     def _tell(self, now: float) -> None:
         """Before a group's timeout, print which ranks a long-blocked call waits for. One rank prints for the whole group."""
-        if math.isinf(self._options.tells_s):
+        if math.isinf(self._options.warn_after_s):
             return
-        for recorder, call in self._timer.overdue(self._recorders, now, self._options.tells_s):
+        for recorder, call in self._timer.overdue(self._recorders, now, self._options.warn_after_s):
             if self._told == (id(recorder), call):
                 continue
             self._told = (id(recorder), call)
@@ -398,7 +398,7 @@ class Watchdog(Watching):
         self.own.write(self._desync.found)
         if found["missing"] or found["mismatched"]:
             call = f"{failed.facts['call']}, {made_at(failed.facts)}"
-            waited = f"{self.own.label} has waited {self._options.tells_s:g} s in {call}"
+            waited = f"{self.own.label} has waited {self._options.warn_after_s:g} s in {call}"
             sys.stderr.write(f"meshcomm: {waited}: {'; '.join(found['lines'])}\n")
             sys.stderr.flush()
         return {}

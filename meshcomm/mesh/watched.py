@@ -54,7 +54,7 @@ def watch(
     *,
     validate_calls: int | Literal["always"] = 64,
     reports: str = "meshcomm-reports",
-    tells_s: float = 60.0,
+    warn_after_s: float = 60.0,
 ) -> Watch:
     """Watch every process group of this program, from `init_process_group`, `new_group` or DeviceMesh.
 
@@ -68,7 +68,7 @@ def watch(
     Called by:      every process of the job, before or after `init_process_group`.
     validate_calls: how many of the first calls in each group the ranks compare. 0 compares none, "always" all.
     reports:        folder for the reports that ranks write about a failed call. If "", ranks write none.
-    tells_s:        seconds after which a blocked call logs one line with the ranks it waits for. By default, torch
+    warn_after_s:   seconds after which a blocked call logs one line with the ranks it waits for. By default, torch
                     raises only after 30 minutes.
     Raises:         ConfigError; UnsupportedOp before torch 2.14, which has no hooks for process groups.
                     Creating the default group raises UnsupportedOp for a backend other than Gloo or NCCL, and
@@ -82,7 +82,7 @@ def watch(
             hint="meshcomm.init(device_mesh), whose own calls are watched on any torch",
         )
     MeshConfig(dims={"all": -1}, validate_calls=validate_calls, reports=reports)
-    return Watch(validate_calls, reports, seconds_of(tells_s, lambda: "meshcomm.watch, tells_s"))
+    return Watch(validate_calls, reports, seconds_of(warn_after_s, lambda: "meshcomm.watch, warn_after_s"))
 
 
 def watch_if_possible(prints: bool) -> None:
@@ -105,12 +105,12 @@ class Watch:
         self,
         validate_calls: int | Literal["always"],
         reports: str,
-        tells_s: float,
+        warn_after_s: float,
         *,
         asked: bool = True,
         prints: bool = False,
     ) -> None:
-        self._compared, self._reports, self._tells_s = validate_calls, reports, tells_s
+        self._compared, self._reports, self._warn_after_s = validate_calls, reports, warn_after_s
         self._asked, self._prints = asked, prints
         self._watchdog: Watchdog | None = None
         self._outside: OutsideGroups | None = None
@@ -191,7 +191,7 @@ class Watch:
             reports=reports_of(self._reports, agreed.moment),
             compared=None if self._compared == "always" else self._compared,
             process_of=partial(state_of_rank, store),
-            tells_s=self._tells_s,
+            warn_after_s=self._warn_after_s,
         )
         self._watchdog = Watchdog(prefixed("mesh", store_of_watch), rank, {}, len(ranks), options)
         self._outside = OutsideGroups(self._watchdog, ranks, device, label, options.compared)

@@ -163,7 +163,7 @@ def outside(watch: Watch) -> list[Any]:
     [
         ({"validate_calls": -1}, ConfigError, "validate_calls"),
         ({"validate_calls": "often"}, ConfigError, "validate_calls"),
-        ({"tells_s": 0}, UnsupportedOp, "tells_s: timeout_s=0 is not a valid timeout"),
+        ({"warn_after_s": 0}, UnsupportedOp, "warn_after_s: timeout_s=0 is not a valid timeout"),
     ],
 )
 def test_what_a_watch_does_not_take_is_refused(given: dict[str, Any], error: Any, said: str) -> None:
@@ -319,7 +319,7 @@ def test_a_program_without_a_fault_is_left_alone(pool: Pool, tmp_path: Path, pro
 
 @pytest.mark.faults
 def test_a_call_that_blocks_is_told_of_once_and_may_still_end(pool: Pool, tmp_path: Path) -> None:
-    program = START.replace("dist.init", "import meshcomm; meshcomm.watch(tells_s=1)\ndist.init", 1)
+    program = START.replace("dist.init", "import meshcomm; meshcomm.watch(warn_after_s=1)\ndist.init", 1)
     program = program.replace("time.sleep(60)", "time.sleep(4)").replace("seconds=4", "seconds=30")
     (tmp_path / "train.py").write_text(program + PROGRAMS["ddp"])
     command = ("-m", "meshcomm", "run", "--world-size", "4", "train.py", "sleep", "5")
