@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from traceback import extract_tb
+from typing import Any, Final
+
+# Where the frames of a traceback are not the program's.
+_LIBRARIES: Final = tuple(os.path.dirname(file) + os.sep for file in (__file__, os.__file__))
+
+
+def source_line(file: str, line: int | None) -> str:
+    """Return file:line of the program. For a cell that IPython runs, return the cell and line, such as cell In[7], line 3.
+
+    A kernel compiles each cell as a temporary file, whose name says nothing to the reader.
+    """
+    ipython: Any = sys.modules.get("IPython")
+    # There is no shell; or IPython is older than version 8; or the file is not a cell.
+    with suppress(AttributeError, TypeError):
+        label, cell = ipython.get_ipython().compile.format_code_name(file)
+        return f"{label.lower()} {cell}, line {line}"
+    return f"{file}:{line}"
 
 
 class MeshcommError(Exception):
@@ -45,6 +65,20 @@ class MeshcommError(Exception):
                 body = text.replace("\n", "\n" + " " * 12)
                 lines.append(f"  {label:<9} {body}")
         return "\n".join(lines)
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the program's lines up to this error and up to its first cause, and the message."""
+        first: BaseException = self
+        while first.__cause__ is not None:
+            first = first.__cause__
+        frames = [frame for error in (self, first) for frame in extract_tb(error.__traceback__)]
+        lines = [
+            f"{source_line(frame.filename, frame.lineno)} in {frame.name}\n    {frame.line}"
+            for frame in frames
+            if not frame.filename.startswith(_LIBRARIES) and "-packages" not in frame.filename
+        ]
+        whole = "all frames: import traceback; traceback.print_last()"
+        return [*dict.fromkeys(lines), f"{type(self).__name__}: {self}", whole]
 
 
 class ConfigError(MeshcommError):

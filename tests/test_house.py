@@ -142,6 +142,12 @@ def test_where_a_call_was_made_is_said_in_one_place() -> None:
     assert {path: each for path, each in found.items() if each} == {"watching/words.py": ["callsite']"]}
 
 
+def test_a_line_of_the_program_is_written_in_one_place() -> None:
+    """So that all errors and reports name the cells of a notebook, see `source_line`."""
+    written = re.compile(r"file(?:name)?\}:\{")
+    assert [path.name for path in FILES if written.search(path.read_text())] == ["errors.py"]
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     names = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

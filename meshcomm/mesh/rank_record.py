@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
+from meshcomm.errors import source_line
 from meshcomm.layout.sizes import rank_text
 from meshcomm.rendezvous.store import within
 from meshcomm.transport.torch_changes import failed_barrier
@@ -72,7 +73,7 @@ class RankRecord:
         if not stack:
             return "an unknown line"
         file, line, name = stack[place_in([file for file, _, _ in stack]) or 0]
-        return f"{file}:{line} in {name}"
+        return f"{source_line(file, line)} in {name}"
 
     @property
     def _in_barrier(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, Call
-from meshcomm.errors import CallMismatchError
+from meshcomm.errors import CallMismatchError, source_line
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
@@ -392,7 +392,7 @@ def _digest(values: list[Any]) -> str:
 
 
 def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return source_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _message(told: ToldCall) -> bytes:
