@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from traceback import extract_tb
-from typing import Any, Final
+from typing import Any
 
-# Where the frames of a traceback are not the program's.
-_LIBRARIES: Final = tuple(os.path.dirname(file) + os.sep for file in (__file__, os.__file__))
-
-
-def source_line(file: str, line: int | None) -> str:
-    """Return file:line of the program. For a cell that IPython runs, return the cell and line, such as cell In[7], line 3.
-
-    A kernel compiles each cell as a temporary file, whose name says nothing to the reader.
-    """
-    ipython: Any = sys.modules.get("IPython")
-    # There is no shell; or IPython is older than version 8; or the file is not a cell.
-    with suppress(AttributeError, TypeError):
-        label, cell = ipython.get_ipython().compile.format_code_name(file)
-        return f"{label.lower()} {cell}, line {line}"
-    return f"{file}:{line}"
+from meshcomm.lines import lines_of
 
 
 class MeshcommError(Exception):
@@ -71,14 +53,12 @@ class MeshcommError(Exception):
         first: BaseException = self
         while first.__cause__ is not None:
             first = first.__cause__
-        frames = [frame for error in (self, first) for frame in extract_tb(error.__traceback__)]
-        lines = [
-            f"{source_line(frame.filename, frame.lineno)} in {frame.name}\n    {frame.line}"
-            for frame in frames
-            if not frame.filename.startswith(_LIBRARIES) and "-packages" not in frame.filename
+        lines = dict.fromkeys([*lines_of(self), *lines_of(first)])
+        return [
+            *lines,
+            f"{type(self).__name__}: {self}",
+            "all frames: import traceback; traceback.print_last()",
         ]
-        whole = "all frames: import traceback; traceback.print_last()"
-        return [*dict.fromkeys(lines), f"{type(self).__name__}: {self}", whole]
 
 
 class ConfigError(MeshcommError):

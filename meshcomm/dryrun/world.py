@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from meshcomm.dryrun.compare import DryRunFinding, find_differences, sequence
 from meshcomm.dryrun.replay import Replay, replay
-from meshcomm.errors import MeshcommError, RankFailed, source_line
+from meshcomm.errors import MeshcommError, RankFailed
 from meshcomm.layout import Layout
+from meshcomm.lines import source_line
 
 if TYPE_CHECKING:
     from meshcomm.dryrun.rank import RankStep

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
-from meshcomm.errors import source_line
 from meshcomm.layout.sizes import rank_text
+from meshcomm.lines import source_line
 from meshcomm.rendezvous.store import within
 from meshcomm.transport.torch_changes import failed_barrier
 from meshcomm.watching.callsite import C10D, place_in, stack_of

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.config import Config, load_config
-from meshcomm.errors import MeshClosed, MeshcommError, RankFailed, TrainingError, UnsupportedOp, source_line
+from meshcomm.errors import MeshClosed, MeshcommError, RankFailed, TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed
+from meshcomm.lines import source_line
 from meshcomm.models.difference import difference_of, moved_of, noise_differs, split_differs
 from meshcomm.models.one_step import STEPS, Communicates, Outcome, Program, copied, on_a_mesh, plain
 from meshcomm.models.spec import ModelSpec, default_values

@@ -25,8 +25,9 @@ from meshcomm.collectives import (
     Reduce,
     write_results,
 )
-from meshcomm.errors import CallMismatchError, source_line
+from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.lines import source_line
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
 from meshcomm.transport.base import P2P

@@ -19,7 +19,7 @@ from typing import Any, Final, final
 
 import torch
 
-from meshcomm.errors import source_line
+from meshcomm.lines import source_line
 from meshcomm.transport.torch_private import compiled_files
 
 # Frames that are not user code: this package's, and the torch and contextlib frames between the package and user code.

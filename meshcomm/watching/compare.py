@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, Call
-from meshcomm.errors import CallMismatchError, source_line
+from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.lines import source_line
 from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.support import name_of

@@ -13,7 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
-from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout, source_line
+from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
+from meshcomm.lines import source_line
 from meshcomm.watching.callsite import is_ours, is_program, place_in, without_collection
 
 # The prefixes of Gloo's and NCCL's error messages.

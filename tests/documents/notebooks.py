@@ -105,7 +105,7 @@ def _plain(output: dict[str, Any], timings: bool) -> Any:
         **output.get("data", {}),
         **{name: output[name] for name in ("text", "traceback", "evalue") if name in output},
     }
-    joined = {name: "".join(text) for name, text in texts.items()}
+    joined = {name: ("\n" if name == "traceback" else "").join(text) for name, text in texts.items()}
     if timings:
         return {name: _NUMBER.sub("N", text) for name, text in joined.items()}
     return joined

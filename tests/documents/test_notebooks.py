@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents.blocks import blocks
 from tests.documents.notebooks import NOTEBOOKS, Shell, executed, shell, shown
 
 pytestmark = pytest.mark.long
@@ -32,6 +33,13 @@ def test_a_notebook_shows_what_its_file_has(path: Path) -> None:
     """To write new outputs into the files: python -m tests.documents.notebooks."""
     book = json.loads(path.read_text(encoding="utf-8"))
     assert shown(executed(book)) == shown(book)
+
+
+def test_the_guide_shows_an_error_of_the_notebooks() -> None:
+    page = [block.text for block in blocks("docs/guide/notebooks.md") if block.language == "text"]
+    books = [json.loads(path.read_text(encoding="utf-8")) for path in NOTEBOOKS]
+    errors = [each for book in books for cell in shown(book) for each in cell if "traceback" in each]
+    assert len(page) == 1 and page[0] in [each["traceback"] for each in errors]
 
 
 @pytest.mark.parity  # the same in a kernel, which loads torch anew

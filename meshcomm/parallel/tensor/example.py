@@ -13,7 +13,8 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from meshcomm.errors import MeshcommError, TrainingError, source_line
+from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.lines import source_line
 from meshcomm.parallel.memory import eval_mode
 from meshcomm.parallel.tensor.parameters import local, whole
 from meshcomm.parallel.tensor.plan import Rule
