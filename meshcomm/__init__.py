@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -58,3 +59,30 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
+# What a notebook shows as tables or as a picture. By name, because neither these types nor their views are loaded yet.
+_SHOWN = {
+    "text/html": (
+        *("layout.plan.Plan", "mesh.mesh.Mesh", "mesh.stats.Stats"),
+        *("mesh.all_ranks.StatsOfAll", "mesh.all_ranks.Stragglers", "transfer.explain.TransferCost"),
+    ),
+    "image/svg+xml": ("layout.layout.Layout",),
+}
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Let a notebook show meshes and tables. Called by `%load_ext meshcomm`, and below if a notebook imports meshcomm."""
+    for kind, names in _SHOWN.items():
+        formatter = shell.display_formatter.formatters[kind]
+        for name in names:
+            formatter.for_type_by_name(*f"meshcomm.{name}".rsplit(".", 1), _in_a_notebook)
+
+
+def _in_a_notebook(what: Any) -> str:
+    shown: str = import_module("meshcomm.show.notebook").shown(what)
+    return shown
+
+
+if (_shell := getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()) is not None:
+    load_ipython_extension(_shell)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshcomm.lines import lines_of
+
 
 class MeshcommError(Exception):
     """Base class of all meshcomm errors.
@@ -45,6 +47,18 @@ class MeshcommError(Exception):
                 body = text.replace("\n", "\n" + " " * 12)
                 lines.append(f"  {label:<9} {body}")
         return "\n".join(lines)
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the program's lines up to this error and up to its first cause, and the message."""
+        first: BaseException = self
+        while first.__cause__ is not None:
+            first = first.__cause__
+        lines = dict.fromkeys([*lines_of(self), *lines_of(first)])
+        return [
+            *lines,
+            f"{type(self).__name__}: {self}",
+            "all frames: import traceback; traceback.print_last()",
+        ]
 
 
 class ConfigError(MeshcommError):

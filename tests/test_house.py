@@ -18,6 +18,7 @@ ROOT, TESTS = Path(meshcomm.__file__).parent, Path(__file__).parent
 
 # A file imports only from its own folder and from folders above it in this list: see docs/design/house.md.
 ORDER = [
+    "lines",
     "errors",
     "collectives",
     "reductions",
@@ -47,7 +48,7 @@ ORDER = [
     "__main__",
 ]
 WITHOUT_TORCH = {
-    "errors", "collectives", "reductions", "layout", "algorithms", "config", "predict", "show", "view", "__main__", "__init__",
+    "lines", "errors", "collectives", "reductions", "layout", "algorithms", "config", "predict", "show", "view", "__main__", "__init__",
 }  # fmt: skip
 PRIVATE_FILES = ("torch_private.py", "torch_changes.py")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
@@ -140,6 +141,12 @@ def test_where_a_call_was_made_is_said_in_one_place() -> None:
     said["simulator"] = re.compile(r"\.line}")
     found = {path.relative_to(ROOT).as_posix(): said[room(path)].findall(path.read_text()) for path in FILES}
     assert {path: each for path, each in found.items() if each} == {"watching/words.py": ["callsite']"]}
+
+
+def test_a_line_of_the_program_is_written_in_one_place() -> None:
+    """So that all errors and reports name the cells of a notebook, see `source_line`."""
+    written = re.compile(r"file(?:name)?\}:\{")
+    assert [path.name for path in FILES if written.search(path.read_text())] == ["lines.py"]
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

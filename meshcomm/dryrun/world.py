@@ -18,6 +18,7 @@ from meshcomm.dryrun.compare import DryRunFinding, find_differences, sequence
 from meshcomm.dryrun.replay import Replay, replay
 from meshcomm.errors import MeshcommError, RankFailed
 from meshcomm.layout import Layout
+from meshcomm.lines import source_line
 
 if TYPE_CHECKING:
     from meshcomm.dryrun.rank import RankStep
@@ -214,11 +215,11 @@ def failure_of(error: Exception, name: str) -> MeshcommError:
     if isinstance(error, MeshcommError):
         return error
     if isinstance(error, SyntaxError):
-        line = f"{error.filename}:{error.lineno}"
+        file, number = error.filename or "?", error.lineno
     else:
         frames = traceback.extract_tb(error.__traceback__)
         frame = next((frame for frame in reversed(frames) if not is_ours(frame.filename)), frames[-1])
-        line = f"{frame.filename}:{frame.lineno}"
-    failed = RankFailed(f"{name} failed: {type(error).__name__}: {error}", given=line)
+        file, number = frame.filename, frame.lineno
+    failed = RankFailed(f"{name} failed: {type(error).__name__}: {error}", given=source_line(file, number))
     failed.by_rank = {}
     return failed

@@ -133,6 +133,10 @@ class Plan:
         for name in self.options:
             self.layout.digits(name)
 
+    def __repr__(self) -> str:
+        dims = ", ".join(f"{name}={size}" for name, size in self.layout.dims.items())
+        return f"Plan({dims}; {self.fingerprint})"
+
     def _kinds(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """Return the kind and the dims of each name, in plan order."""
         kinds: dict[str, tuple[str, tuple[str, ...]]] = {name: ("dim", (name,)) for name in self.layout.dims}

@@ -6,7 +6,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -152,7 +152,7 @@ class StatsOfAll:
     """The result of `Debug.global_stats`, the same on every rank."""
 
     seconds: float
-    rows: tuple[Spread, ...]
+    rows: tuple[Spread, ...] = field(repr=False)
 
     def facts(self) -> dict[str, Any]:
         """Return JSON-serializable data."""
@@ -228,7 +228,7 @@ class Stragglers:
     wall clocks are compared, and offsets between the clocks add to the times.
     """
 
-    groups: Mapping[str, Arrivals]
+    groups: Mapping[str, Arrivals] = field(repr=False)
     latest: Mapping[str, Straggler]
     hosts: int
 

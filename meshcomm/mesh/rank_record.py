@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
 from meshcomm.layout.sizes import rank_text
+from meshcomm.lines import source_line
 from meshcomm.rendezvous.store import within
 from meshcomm.transport.torch_changes import failed_barrier
 from meshcomm.watching.callsite import C10D, place_in, stack_of
@@ -72,7 +73,7 @@ class RankRecord:
         if not stack:
             return "an unknown line"
         file, line, name = stack[place_in([file for file, _, _ in stack]) or 0]
-        return f"{file}:{line} in {name}"
+        return f"{source_line(file, line)} in {name}"
 
     @property
     def _in_barrier(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -93,7 +93,7 @@ class Stats:
 
     label: str
     seconds: float
-    rows: tuple[CallStats, ...]
+    rows: tuple[CallStats, ...] = field(repr=False)
 
     def since(self, earlier: Stats) -> Stats:
         """Return the calls made after `earlier`, an earlier result for the same mesh."""

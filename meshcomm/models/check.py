@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshClosed, MeshcommError, RankFailed, TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed
+from meshcomm.lines import source_line
 from meshcomm.models.difference import difference_of, moved_of, noise_differs, split_differs
 from meshcomm.models.one_step import STEPS, Communicates, Outcome, Program, copied, on_a_mesh, plain
 from meshcomm.models.spec import ModelSpec, default_values
@@ -294,7 +295,10 @@ def _check_kind(runs: _Runs, use: Use, name: str, setting: str, noisy: bool) -> 
                 "A loss that compares samples with each other gathers them along data and shard",
             ) from error
         lines = [frame for frame in extract_tb(cause.__traceback__) if not is_ours(frame.filename)]
-        place = [f"at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in lines[-1:]]
+        place = [
+            f"at {source_line(frame.filename, frame.lineno)} in {frame.name}: {frame.line}"
+            for frame in lines[-1:]
+        ]
         blocks = (
             "blocks that take and return hidden states, because blocks of other stages return their first argument; "
             "or ModelSpec(forward=...), which runs only the blocks of its stage"

@@ -274,6 +274,9 @@ class RankGrid:
     def __str__(self) -> str:
         return as_text(self)
 
+    def __repr__(self) -> str:
+        return f"RankGrid({coords_text(self.facts['dims'])}, by {self.facts['by']})"
+
     def svg(self) -> str:
         """Return the grid as a self-contained SVG document."""
         return svg_of(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from io import StringIO
@@ -107,6 +107,14 @@ class Cells:
             for row in self.rows
         ]
 
+    def shown_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield the rows of the table, see `once`."""
+        above: tuple[str, ...] = ()
+        for row in self.rows:
+            same = next((i for i in range(self.once) if row[i] != above[i]), self.once) if above else 0
+            yield ("",) * same + row[same:]
+            above = row
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table or the records, fitted to the width of the console."""
         from rich.box import SIMPLE_HEAD
@@ -134,11 +142,8 @@ class Cells:
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
         for name, width in zip(self.columns, widths, strict=True):
             table.add_column(name, justify="right" if name in self.right else "left", width=width)
-        above: tuple[str, ...] = ()
-        for row in self.rows:
-            same = next((i for i in range(self.once) if row[i] != above[i]), self.once) if above else 0
-            table.add_row(*("",) * same, *row[same:])
-            above = row
+        for row in self.shown_rows():
+            table.add_row(*row)
         yield table
 
 

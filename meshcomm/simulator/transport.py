@@ -27,6 +27,7 @@ from meshcomm.collectives import (
 )
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.lines import source_line
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
 from meshcomm.transport.base import P2P
@@ -67,7 +68,7 @@ def callsite_of(actor: Actor) -> Callsite:
 def raised_at(error: BaseException) -> str:
     """Return the innermost line of the user's program in an exception's traceback."""
     passed = ((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
-    lines = [f"{file}:{line}" for file, line in passed if not is_ours(file)]
+    lines = [source_line(file, line) for file, line in passed if not is_ours(file)]
     return lines[-1] if lines else _UNKNOWN.line
 
 
@@ -81,7 +82,7 @@ def _walk(frame: Any) -> Callsite:
         elif not file.startswith(_STDLIB) or "site-packages" in file:
             break
         frame = frame.f_back
-    return Callsite(call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    return Callsite(call, source_line(frame.f_code.co_filename, frame.f_lineno))
 
 
 @final

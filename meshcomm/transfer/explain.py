@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -133,7 +133,7 @@ def _entry(name: str, tensor: Any) -> Entry:
 class TransferCost:
     """The result of `explain_transfer`."""
 
-    _facts: Facts
+    _facts: Facts = field(repr=False)
 
     def facts(self) -> Facts:
         """Return JSON-serializable data: bytes, seconds, and the coords of the busiest ranks."""

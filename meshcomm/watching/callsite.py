@@ -19,6 +19,7 @@ from typing import Any, Final, final
 
 import torch
 
+from meshcomm.lines import source_line
 from meshcomm.transport.torch_private import compiled_files
 
 # Frames that are not user code: this package's, and the torch and contextlib frames between the package and user code.
@@ -165,7 +166,7 @@ def thread_frames() -> dict[int, FrameType]:
 def caller() -> str:
     """Return file:line of the innermost frame of the user's code."""
     frame = users_frame(2)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return source_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def callsite(depth: int) -> tuple[CodeType, int]:
@@ -179,11 +180,16 @@ def origin(code: CodeType, instruction: int) -> dict[str, Any]:
     return {"callsite": line_of(code, instruction)}
 
 
-@lru_cache(maxsize=4096)
 def line_of(code: CodeType, instruction: int) -> str:
     """Return file:line of an instruction. Callers store the instruction, because finding its line takes longer."""
+    return source_line(code.co_filename, _line_number(code, instruction))
+
+
+# Without the file: a function equals its copy in another file, or in another cell.
+@lru_cache(maxsize=4096)
+def _line_number(code: CodeType, instruction: int) -> int:
     line_number = code.co_firstlineno
     for start, end, line in code.co_lines():
         if line is not None and start <= instruction < end:
             line_number = line
-    return f"{code.co_filename}:{line_number}"
+    return line_number

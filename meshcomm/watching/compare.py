@@ -21,6 +21,7 @@ from torch import Tensor
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, Call
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.lines import source_line
 from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.support import name_of
@@ -392,7 +393,7 @@ def _digest(values: list[Any]) -> str:
 
 
 def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return source_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _message(told: ToldCall) -> bytes:

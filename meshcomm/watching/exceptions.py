@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch.distributed as dist
 
 from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
+from meshcomm.lines import source_line
 from meshcomm.watching.callsite import is_ours, is_program, place_in, without_collection
 
 # The prefixes of Gloo's and NCCL's error messages.
@@ -106,7 +107,7 @@ def place_of(error: BaseException) -> str:
         return ""
     index = place_in([frame.filename for frame in frames])
     frame = frames[index] if index is not None else [frames[0], *frames_of(error)][-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return f"{source_line(frame.filename, frame.lineno)} in {frame.name}"
 
 
 def frames_of(error: BaseException) -> list[FrameSummary]:

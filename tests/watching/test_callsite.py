@@ -16,7 +16,7 @@ import torch
 
 import meshcomm
 from meshcomm.testing import Pool
-from meshcomm.watching.callsite import is_ours, place_in, stack_of, users_frame
+from meshcomm.watching.callsite import is_ours, line_of, place_in, stack_of, users_frame
 from tests.ranks import on_ranks
 
 TORCH, OWN = Path(torch.__file__).parent, Path(meshcomm.__file__).parent
@@ -71,6 +71,11 @@ def test_the_line_of_a_command_is_the_users_or_the_training_s(files: list[str], 
 
     called_from.__code__ = called_from.__code__.replace(co_filename=ALONG)
     assert called_from(files) == shown
+
+
+def test_a_line_is_in_the_file_of_its_code_also_if_another_file_has_equal_code() -> None:
+    one, other = (compile("mesh.barrier()", file, "exec") for file in ("one.py", "other.py"))
+    assert one == other and (line_of(one, 4), line_of(other, 4)) == ("one.py:1", "other.py:1")
 
 
 def test_the_stack_of_a_thread_and_one_s_own() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.lines import source_line
 from meshcomm.parallel.memory import eval_mode
 from meshcomm.parallel.tensor.parameters import local, whole
 from meshcomm.parallel.tensor.plan import Rule
@@ -209,7 +210,9 @@ def explained(
     kind = next(base for base in type(part).__mro__ if not base.__module__.startswith("meshcomm."))
     label = f'"{name}"' if name else "the module itself"
     lines = [frame for frame in extract_tb(error.__traceback__) if not is_ours(frame.filename)]
-    line = [f"at {line.filename}:{line.lineno} in {line.name}: {line.line}" for line in lines[-1:]]
+    line = [
+        f"at {source_line(line.filename, line.lineno)} in {line.name}: {line.line}" for line in lines[-1:]
+    ]
     return TrainingError(
         f'the module split along "{split.dim}" fails{where} in {label}, a {kind.__name__}',
         given="\n".join([f"{type(error).__name__}: {message}", *line, *sizes]),
