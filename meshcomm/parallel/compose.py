@@ -136,9 +136,8 @@ class Engine:
         if train.groups or train.frozen:
             mine = [(name, parameter.requires_grad) for name, parameter in local.named]
             every = list(dict.fromkeys(pair for pairs in of_every_rank(mesh, mine) for pair in pairs))
-            for setting in ("groups", "frozen"):
-                check_patterns(f"train.{setting}", getattr(train, setting), [name for name, _ in every])
             check_some_learn(train.frozen, [name for name, learns in every if learns])
+            check_patterns(train, dict(every))
         self._update = Update(
             mesh,
             train,
