@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -94,8 +95,8 @@ class NoEffect:
 
     fields: names of the settings, separated by spaces. False and empty values count as unset.
     needs: names of the other settings, or of a property that returns a setting's name. If `values` is empty, at least one of
-    them must be set; otherwise at least one must have a value in `values`. way: a setting that gives `fields` an effect, or
-    advice. why: replaces the reason in the report.
+    them must be set; otherwise at least one must have a value in `values`, or be a tuple with one. way: a setting that gives
+    `fields` an effect, or advice. why: replaces the reason in the report.
     """
 
     fields: str
@@ -113,7 +114,8 @@ class NoEffect:
             if not section.given(field) or asked is False or asked in ((), {}):
                 continue
             held = [section.at(name) for name in names]
-            if any(each in self.values if self.values else each for each in held):
+            each_held = chain.from_iterable(each if isinstance(each, tuple) else (each,) for each in held)
+            if any(each in self.values if self.values else each for each in each_held):
                 continue
             need = f"{place}.{names[0]}"
             if not section.has(names[0]):

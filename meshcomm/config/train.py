@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -25,10 +25,11 @@ from meshcomm.config.section import (
     one_of,
     too_large,
 )
-from meshcomm.config.write import toml
+from meshcomm.config.write import key_path, toml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
+Argument: TypeAlias = float | int | bool | FrozenList[float]
 
 Optimizer = Literal[
     "adamw", "adam", "nadam", "radam", "adamax", "sgd", "rmsprop", "adagrad", "adadelta", "asgd", "rprop"
@@ -39,6 +40,8 @@ BYTES: Final = "bytes"
 
 WITH_BETAS: Final = ("adamw", "adam", "nadam", "radam", "adamax")
 WITH_EPS: Final = (*WITH_BETAS, "rmsprop", "adagrad", "adadelta")
+# With moments, which may be stored in another dtype.
+WITH_MOMENTS: Final = (*WITH_BETAS, "sgd", "rmsprop", "muon")
 
 
 def _token_weights(data: DataConfig) -> Iterator[Problem]:
@@ -172,17 +175,14 @@ class GroupConfig(Section):
     """One entry of `[train.groups]`: parameters with a different learning rate, weight decay or optimizer."""
 
     place = "train.groups"
-    rules = (NoEffect("optimizer_args", "optimizer", way='optimizer = "muon"'),)
     lr: float = Field(default=1.0, ge=0)
     """Factor for the learning rate."""
     weight_decay: float = Field(default=1.0, ge=0)
     """Factor for the weight decay."""
     optimizer: Literal["muon", Optimizer] | None = Field(default=None, examples=["muon"])
     """The torch.optim class for these parameters. muon takes matrices only. If omitted, train.optimizer is used."""
-    optimizer_args: FrozenTable[float | int | bool | str] = Field(
-        default_factory=Table, examples=[{"adjust_lr_fn": "match_rms_adamw"}]
-    )
-    """With optimizer: keyword arguments, as for train.optimizer_args."""
+    optimizer_args: FrozenTable[Argument | str] = Field(default_factory=Table)
+    """With optimizer: keyword arguments, as for train.optimizer_args. betas and eps replace train.betas and train.eps here."""
 
 
 def _decay(train: TrainConfig) -> Iterator[Problem]:
@@ -205,6 +205,19 @@ def _some_steps(train: TrainConfig) -> Iterator[Problem]:
         yield Problem("trace_steps", what, expected, ways, train.written("trace_steps steps"))
 
 
+def _arguments_of_groups(train: TrainConfig) -> Iterator[Problem]:
+    for pattern, group in train.groups.items():
+        if group.optimizer_args and group.optimizer is None:
+            key = key_path(["groups", pattern])
+            ways = [
+                f"train.{key}.optimizer = {toml(train.optimizer)}",
+                f"remove train.{key}.optimizer_args",
+            ]
+            what = "no effect: the group has no optimizer of its own"
+            given = f"{key}.{group.written('optimizer_args')}"
+            yield Problem(f"{key}.optimizer_args", what, f"train.{key}.optimizer", ways, given)
+
+
 def _each_sink_once(train: TrainConfig) -> Iterator[Problem]:
     once = list(dict.fromkeys(train.log_to))
     if len(once) < len(train.log_to):
@@ -219,10 +232,12 @@ class TrainConfig(Section):
 
     place = "train"
     rules = (
-        NoEffect("betas", "optimizer", WITH_BETAS, 'optimizer = "adamw"'),
-        NoEffect("state_dtype", "optimizer", (*WITH_BETAS, "sgd", "rmsprop"), 'optimizer = "adamw"'),
-        NoEffect("weight_decay", "optimizer", (*WITH_EPS, "sgd", "asgd"), 'optimizer = "adamw"'),
-        NoEffect("eps", "optimizer", WITH_EPS, 'optimizer = "adamw"'),
+        NoEffect("betas", "optimizer of_groups", WITH_BETAS, 'optimizer = "adamw"'),
+        NoEffect("state_dtype", "optimizer of_groups", WITH_MOMENTS, 'optimizer = "adamw"'),
+        NoEffect(
+            "weight_decay", "optimizer of_groups", (*WITH_EPS, "sgd", "asgd", "muon"), 'optimizer = "adamw"'
+        ),
+        NoEffect("eps", "optimizer of_groups", WITH_EPS, 'optimizer = "adamw"'),
         NoEffect("decay_steps", "schedule", ("wsd",), 'schedule = "wsd"'),
         NoEffect("min_lr_ratio", "schedule", ("cosine", "linear", "wsd"), 'schedule = "cosine"'),
         NoEffect("compute_dtype float32_matmul_precision", "dtype", ("float32",), 'dtype = "float32"'),
@@ -237,7 +252,7 @@ class TrainConfig(Section):
         partial(
             too_large, field="warmup_steps", limit="steps", why="the warm-up is longer than the training"
         ),
-        *(_decay, _some_steps, _each_sink_once),
+        *(_decay, _some_steps, _arguments_of_groups, _each_sink_once),
     )
     steps: int = Field(ge=1, examples=[60])
     """Number of optimizer steps."""
@@ -259,16 +274,18 @@ class TrainConfig(Section):
     """The torch.optim class, for all parameters for which groups does not name another. For any other optimizer, use
     meshcomm.train.Trainer(optimizer=...).
     """
-    optimizer_args: FrozenTable[float | int | bool] = Field(
-        default_factory=Table, examples=[{"momentum": 0.9}]
-    )
+    optimizer_args: FrozenTable[Argument] = Field(default_factory=Table, examples=[{"momentum": 0.9}])
     """Keyword arguments for the optimizer other than lr, weight_decay, betas and eps, named as in torch.optim."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """The optimizer's weight decay. The default is 0.1 for adamw and torch's default for any other optimizer."""
+    """The optimizers' weight decay, also in groups. The default is 0.1 for adamw and torch's default for any other optimizer."""
     betas: Pair[Fraction] = (0.9, 0.95)
-    """Adam's two decay rates. The default is [0.9, 0.95] for adamw and torch's default for other variants of Adam."""
+    """Adam's two decay rates, also in groups. The default is [0.9, 0.95] for adamw and torch's default for other variants
+    of Adam.
+    """
     eps: float = Field(default=1e-8, gt=0)
-    """The optimizer's epsilon. The default is 1e-08 for adamw and torch's default for any other optimizer."""
+    """The optimizers' epsilon, also in groups, except muon's. The default is 1e-08 for adamw and torch's default for any other
+    optimizer.
+    """
     groups: FrozenTable[GroupConfig] = Field(default_factory=Table, examples=[{"embed*": {"lr": 0.1}}])
     """Factors for lr and weight_decay, and optimizers, by patterns of parameter names. The first pattern that matches applies."""
     frozen: FrozenList[Text] = Field(default=(), examples=[["*.indexer.*", "model.embed_tokens.*"]])
@@ -317,7 +334,7 @@ class TrainConfig(Section):
     row. Needs torchao, and a GPU with compute capability 8.9 or newer. If omitted, compute_dtype is used.
     """
     state_dtype: Literal["bfloat16"] | None = None
-    """Dtype in which the optimizer stores its moments between steps. The optimizer computes in dtype. If omitted, dtype."""
+    """Dtype in which optimizers store their moments between steps. They compute in dtype. If omitted, dtype."""
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
     """Value for torch.set_float32_matmul_precision during the run; "high" and "medium" allow TF32 on GPUs. If
     omitted, the process's setting is unchanged.
@@ -379,3 +396,8 @@ class TrainConfig(Section):
     """With patience: minimum decrease in the validation loss that counts as an improvement."""
     target_loss: float | None = None
     """With eval_every: end the run once the validation loss is at or below this value. If omitted, there is no target."""
+
+    @property
+    def of_groups(self) -> tuple[str, ...]:
+        """The optimizers that groups name."""
+        return tuple(group.optimizer for group in self.groups.values() if group.optimizer)

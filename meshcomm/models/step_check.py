@@ -31,7 +31,7 @@ from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.memory import cast, on_meta
 from meshcomm.parallel.model import Model
-from meshcomm.parallel.optimizer import MakeOptimizer
+from meshcomm.parallel.optimizer import MakeOptimizer, first_match
 from meshcomm.parallel.splits import Sections
 from meshcomm.parallel.tensor.parameters import split_dims
 from meshcomm.parallel.tree import called, first_tensor, samples_of, with_tensors
@@ -284,21 +284,20 @@ class StepCheck:
         return train.global_batch_size // (self._copies * train.micro_batch_size)
 
     def _settings(self, module: nn.Module) -> dict[str, Any]:
-        """Return the settings of [train] for a small program, without patterns that match none of its parameters."""
+        """Return the settings of [train] for a small program, without patterns that apply to none of its parameters."""
         train = self._train
         settings = {name: getattr(train, name) for name in _SETTINGS if train.given(name)}
-        names = [name for name, _ in module.named_parameters()]
-
-        def matches(pattern: str) -> bool:
-            return any(fnmatchcase(name, pattern) for name in names)
-
+        frozen = {name: first_match(train.frozen, name) for name, _ in module.named_parameters()}
+        learning = [
+            name for name, each in module.named_parameters() if each.requires_grad and not frozen[name]
+        ]
+        applied = {first_match(train.groups, name) for name in learning}
         if "groups" in settings:
-            groups = train.groups.items()
             settings["groups"] = {
-                pattern: group.model_dump() for pattern, group in groups if matches(pattern)
+                pattern: group.model_dump() for pattern, group in train.groups.items() if pattern in applied
             }
         if "frozen" in settings:
-            settings["frozen"] = list(filter(matches, train.frozen))
+            settings["frozen"] = [p for p in train.frozen if any(fnmatchcase(name, p) for name in frozen)]
         if "optimizer_args" in settings:
             settings["optimizer_args"] = dict(train.optimizer_args)
         return settings

@@ -133,12 +133,12 @@ class Engine:
         # The divisor of the step's loss.
         self._count = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._run = local.runner(self._loss)
-        if train.groups or train.frozen:
+        # A dry run has one rank, and does not know the names of other stages.
+        if (train.groups or train.frozen) and not (mesh.is_fake and local.splits.pipeline is not None):
             mine = [(name, parameter.requires_grad) for name, parameter in local.named]
             every = list(dict.fromkeys(pair for pairs in of_every_rank(mesh, mine) for pair in pairs))
-            for setting in ("groups", "frozen"):
-                check_patterns(f"train.{setting}", getattr(train, setting), [name for name, _ in every])
             check_some_learn(train.frozen, [name for name, learns in every if learns])
+            check_patterns(train, dict(every))
         self._update = Update(
             mesh,
             train,

@@ -25,10 +25,12 @@ class Muon(torch.optim.Optimizer):
     it has a part, and keeps its part of the result. Experts' stacks are orthogonalized expert by expert, and are not gathered along
     the dims that split only the stack.
 
-    settings: the arguments of torch.optim.Muon.
+    settings: the arguments of torch.optim.Muon. Raises ValueError if ns_steps is not from 1 to 99, which torch checks in a step.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
+        if not 1 <= settings.get("ns_steps", 5) <= 99:
+            raise ValueError(f"ns_steps should be from 1 to 99 but is: {settings['ns_steps']}")
         super().__init__(groups, torch.optim.Muon([torch.zeros(1, 1)], **settings).defaults)
         self._parts: dict[Tensor, Parts] = {}
         self._stacks: set[Tensor] = set()

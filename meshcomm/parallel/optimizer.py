@@ -8,14 +8,16 @@ from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from os.path import dirname
 from traceback import extract_tb
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, final, get_type_hints
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
-from meshcomm.config.train import WITH_BETAS, WITH_EPS
+from meshcomm.config.train import WITH_BETAS, WITH_EPS, WITH_MOMENTS
+from meshcomm.config.write import key_path, toml
 from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.layout.names import did_you_mean, listed
@@ -39,8 +41,12 @@ KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
 }
 _TORCH: Final = dirname(torch.__file__)
 _EXAMPLE: Final = "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
-# Arguments that have separate settings in [train], or that meshcomm chooses.
-_OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable", "capturable")
+# Arguments that have separate settings, in train.groups and in [train], and arguments that meshcomm chooses.
+_FACTORS: Final = ("lr", "weight_decay")
+_SETTINGS: Final = (*_FACTORS, "betas", "eps")
+_CHOSEN: Final = ("params", "differentiable", "capturable")
+# torch's annotations contain Tensor.
+_STRICT: Final = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def decay_groups(
@@ -80,10 +86,7 @@ def decay_groups(
     for name, parameter in named:
         names.setdefault(parameter, []).append(name)
     for name, parameter in sorted(learning, key=lambda pair: vectors[pair[0]]):
-        matching = next(
-            (p for p in patterns or () if any(fnmatchcase(alias, p) for alias in names[parameter])),
-            "",
-        )
+        matching = first_match(patterns or (), *names[parameter])
         vector = vectors[name]
         where = parameter.device_mesh if isinstance(parameter, DTensor) else None
         group: dict[str, Any] = {"params": [], "weight_decay": 0.0} if vector else {"params": []}
@@ -95,15 +98,37 @@ def decay_groups(
     return list(groups.values()) or [{"params": []}]
 
 
-def check_patterns(setting: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise ConfigError if a pattern of `setting` matches no parameter. names: the parameters of all stages."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+def first_match(patterns: Iterable[str], *names: str) -> str:
+    """Return the first pattern that matches one of the names of a parameter, or ""."""
+    return next((p for p in patterns if any(fnmatchcase(name, p) for name in names)), "")
+
+
+def check_patterns(train: TrainConfig, learns: Mapping[str, bool]) -> None:
+    """Raise ConfigError if a pattern of train.groups or train.frozen matches no parameter, or if one of train.groups applies to
+    none. learns: the parameters of all stages, and whether each needs a gradient.
+    """
+    applied = {first_match(train.groups, name) for name, each in learns.items() if each}
+    for setting, pattern in [("groups", p) for p in train.groups] + [("frozen", p) for p in train.frozen]:
+        matched = [name for name in learns if fnmatchcase(name, pattern)]
+        if not matched:
             raise ConfigError(
                 f"no parameter matches {pattern}",
-                given=f"a pattern of {setting}, {len(names)} parameters: {', '.join(names[:4])}, ...",
+                given=f"a pattern of train.{setting}, {len(learns)} parameters: {', '.join(list(learns)[:4])}, ...",
                 expected="a name, or a pattern that matches one",
-                hint=did_you_mean(pattern, names) or "meshcomm.train.Trainer(...).engine.named_parameters()",
+                hint=did_you_mean(pattern, learns) or "meshcomm.train.Trainer(...).engine.named_parameters()",
+            )
+        if setting == "groups" and pattern not in applied:
+            earlier = {first_match(train.groups, name) for name in matched if learns[name]}
+            why = (
+                f"an earlier pattern matches the same ones: {listed([*earlier])}"
+                if earlier
+                else "all are frozen"
+            )
+            raise ConfigError(
+                f"train.groups applies {pattern} to no parameter: {why}",
+                given=f"train.groups with {listed([*train.groups])}; {pattern} matches {listed(matched)}",
+                expected="patterns that each apply to a parameter: the first pattern that matches applies",
+                hint=f"move {pattern} to the top" if earlier else f"remove {pattern} from train.groups",
             )
 
 
@@ -133,13 +158,15 @@ class Several(torch.optim.Optimizer):
 
 def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
     """Return a function that creates the optimizer of `[train]`, or those of `[train]` and its groups as one. If torch supports it,
-    Adam and AdamW use fused steps; on a GPU, any other optimizer uses foreach steps.
+    Adam and AdamW use fused steps; on a GPU, any other optimizer uses foreach steps. Arguments fused and foreach replace this.
 
-    Raises ConfigError for unknown arguments.
+    Raises ConfigError, also the returned function, for arguments that the class does not take.
     """
-    first = _one_of(train, train.optimizer, train.optimizer_args, "train.optimizer_args", device)
+    first = _one_of(train, train.optimizer, train.optimizer_args, "train", device)
     others = {
-        pattern: _one_of(train, group.optimizer, group.optimizer_args, f"{group.place}.{pattern}", device)
+        pattern: _one_of(
+            train, group.optimizer, group.optimizer_args, key_path(["train", "groups", pattern]), device
+        )
         for pattern, group in train.groups.items()
         if group.optimizer is not None
     }
@@ -162,30 +189,46 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
 
 
 def _one_of(
-    train: TrainConfig, name: str, arguments: Mapping[str, Any], setting: str, device: torch.device
+    train: TrainConfig, name: str, arguments: Mapping[str, Any], place: str, device: torch.device
 ) -> MakeOptimizer:
-    """Return a function that creates one of the optimizers of `[train]`, with its arguments from `setting`."""
-    kind = KINDS[name]
-    accepted = [argument for argument in inspect.signature(kind).parameters if argument not in _OWN]
-    for argument in arguments:
+    """Return a function that creates one of the optimizers of `[train]`, with its arguments from the table `place`."""
+    kind, setting = KINDS[name], f"{place}.optimizer_args"
+    own = _SETTINGS if place == "train" else _FACTORS
+    types = get_type_hints(kind.__init__)
+    given = f"{setting} = {toml(arguments)}, for torch.optim.{kind.__name__}"
+    accepted = [each for each in inspect.signature(kind).parameters if each not in (*own, *_CHOSEN)]
+    for argument, value in arguments.items():
         if argument not in accepted:
-            raise ConfigError(
-                f"torch.optim.{kind.__name__} has no argument {argument}"
-                + (", which is a setting of [train]" if argument in _OWN else ""),
-                given=f"{setting} = {dict(arguments)}",
-                expected="among " + ", ".join(accepted),
-                hint=f"train.{argument} = ..." if argument in _OWN else did_you_mean(argument, accepted),
+            what, hint = (
+                f"torch.optim.{kind.__name__} has no argument {argument}",
+                did_you_mean(argument, accepted),
             )
+            if argument in types:
+                what = f"{setting} cannot set {argument}"
+                hint = f"{place}.{argument} = ..." + ", a factor" * (place != "train")
+                hint = hint if argument in own else f"remove it: meshcomm chooses {argument}"
+            raise ConfigError(what, given=given, expected="among " + ", ".join(accepted), hint=hint)
+        try:
+            TypeAdapter(types[argument], config=_STRICT).validate_python(value)
+        except ValidationError as error:
+            default = inspect.signature(kind).parameters[argument].default
+            raise ConfigError(
+                f"{setting}.{argument} has another type",
+                given=given,
+                expected=f"{argument} of type {inspect.formatannotation(types[argument])}",
+                hint=f"remove {argument}; torch's default is {default}",
+            ) from error
     # Unless a setting is given, optimizers other than AdamW use torch's defaults.
     has = {"betas": name in WITH_BETAS, "eps": name in WITH_EPS, "weight_decay": name != "rprop"}
     settings: dict[str, Any] = {"lr": train.lr} | {
         key: getattr(train, key) for key in has if has[key] and (name == "adamw" or train.given(key))
     }
-    fused = "fused" in accepted and issubclass(kind, torch.optim.Adam)
-    foreach = "foreach" in accepted and device.type != "cpu"
+    chosen = not arguments.keys() & {"fused", "foreach"}
+    fused = chosen and "fused" in accepted and issubclass(kind, torch.optim.Adam)
+    foreach = chosen and "foreach" in accepted and device.type != "cpu"
     if kind is torch.optim.Muon:
         kind = Muon
-    if train.state_dtype is not None:
+    if train.state_dtype is not None and name in WITH_MOMENTS:
         kind = narrowed(kind, getattr(torch, train.state_dtype))
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -194,7 +237,17 @@ def _one_of(
             how = {"fused": True}
         else:
             how = {"foreach": True} if foreach else {}
-        return kind(groups, **{**settings, **how, **arguments})
+        try:
+            return kind(groups, **{**settings, **how, **arguments})
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not arguments:
+                raise
+            raise ConfigError(
+                f"torch.optim.{KINDS[name].__name__} does not take {setting}: {error}",
+                given=given,
+                expected="values that torch.optim documents",
+                hint=f"other values, or remove {setting} for torch's defaults",
+            ) from error
 
     return make
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from meshcomm.config import Config, ModelConfig, TrainConfig
 from meshcomm.config.parallel import ParallelConfig, ParallelRole
@@ -295,9 +295,7 @@ def state_bytes(train: TrainConfig) -> int:
     """Return how many bytes the optimizer keeps for each weight, and the moving average of train.ema. If groups name
     other optimizers, the largest number among all optimizers.
     """
-    kinds: list[tuple[str, Mapping[str, float | int | bool | str]]] = [
-        (train.optimizer, train.optimizer_args)
-    ]
+    kinds: list[tuple[str, Mapping[str, Any]]] = [(train.optimizer, train.optimizer_args)]
     kinds += [(group.optimizer, group.optimizer_args) for group in train.groups.values() if group.optimizer]
     states = max(
         _STATES.get(name, 2) + (0 if name == "muon" else sum(bool(args.get(more)) for more in _MORE_STATE))

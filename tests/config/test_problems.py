@@ -129,6 +129,17 @@ TABLE = [
         ["mesh.timeout_s = 600.0"]),
     Bad("wrong choice", TRAIN, ["train.dtype='float23'"], ["train.dtype='float64'"], {"train.dtype": "23"},
         ['train.dtype = "float32"']),
+    Bad("arguments of a group without an optimizer", TRAIN, ['train.groups."*w1*".optimizer_args={ momentum = 0.9 }'],
+        ['train.groups."*w1*".optimizer_args={ momentum = 0.9 }', 'train.groups."*w1*".optimizer="sgd"'],
+        {'train.groups."*w1*".optimizer_args': "no optimizer of its own"},
+        ['train.groups."*w1*".optimizer = "adamw"', 'remove train.groups."*w1*".optimizer_args']),
+    *(
+        Bad(f"{key} that no optimizer reads", TRAIN,
+            ['train.optimizer="rprop"', f"train.{key}={value}", 'train.groups.w1.optimizer="rprop"'],
+            ['train.optimizer="rprop"', f"train.{key}={value}", 'train.groups.w1.optimizer="adam"'],
+            {f"train.{key}": "rprop"}, ['train.optimizer = "adamw"', f"remove train.{key}"])
+        for key, value in {"betas": "[0.8, 0.9]", "eps": "1e-4", "weight_decay": "0.1", "state_dtype": '"bfloat16"'}.items()
+    ),
     Bad("list too short", TRAIN, ["train.betas=[0.9]"], ["train.betas=[0.9, 0.99]"], {"train.betas": "1"},
         ["train.betas = [0.9, 0.95]"]),
     Bad("size of a view in quotes", MESH, ["mesh.views.expert={ edp = 2, ep = '4' }"], ["mesh.views.expert={ edp = 2, ep = 4 }"],

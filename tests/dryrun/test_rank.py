@@ -132,6 +132,12 @@ def looks() -> torch.nn.Module:
     return Looks()
 
 
+def test_patterns_may_match_another_stage_only() -> None:
+    settings = {"groups": {"layers.0.*w1*": {"optimizer": "muon"}}, "frozen": ["head*"]}
+    config = config_of("pp=2 dp=1", {"pipeline": "pp", "data": "dp"}, settings, BUILT_IN)
+    assert all(pretended_step(config, rank, 2).calls for rank in (0, 1))
+
+
 def test_the_order_of_calls_and_waits() -> None:
     config = config_of("pp=2 fsdp=2", {"pipeline": "pp", "shard": "fsdp"}, {}, BUILT_IN)
     first, last = pretended_step(config, 0, WORLD), pretended_step(config, 3, WORLD)

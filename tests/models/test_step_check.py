@@ -176,6 +176,13 @@ RIGHT: dict[str, tuple[Any, ...]] = {
         {"data": 2},
         {"own": F.mse_loss, "groups": {"decoder.*": {"lr": 0.1}}},
     ),
+    # The second pattern stands for that of blocks which the small copy does not have.
+    "groups of later blocks": (
+        spec,
+        tokens,
+        {"data": 2},
+        {"own": of_tokens, "groups": {"blocks*": {"lr": 0.5}, "blocks.*": {"lr": 0.1}}},
+    ),
     "groups and frozen, pipeline": (
         spec,
         tokens,

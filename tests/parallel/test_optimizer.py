@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import meshcomm
-from meshcomm.config import Config, load_config
+from meshcomm.config import Config, TrainConfig, load_config
 from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.mesh import Mesh
 from meshcomm.parallel import narrow_state, whole
-from meshcomm.parallel.optimizer import KINDS, decay_groups
+from meshcomm.parallel.narrow_state import NarrowState
+from meshcomm.parallel.optimizer import KINDS, decay_groups, optimizer_of
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer, learning_rate
 from meshcomm.train.agree import corpus_of
@@ -152,28 +154,108 @@ def test_a_rate_in_a_tensor_stays_in_it(pool: Pool, tmp_path: Path) -> None:
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
 
 
-def refused(config: Config) -> str:
-    with meshcomm.init(config) as mesh:
-        try:
-            _ = Trainer(mesh, config).engine
-        except ConfigError as error:
-            return error.what
-    return ""
+def refused(mesh: Mesh, config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        _ = Trainer(mesh, config).engine
+    return str(caught.value)
+
+
+W1 = 'train.groups."*w1*"'
+OWN = f"{W1}.optimizer_args"
 
 
 @pytest.mark.parametrize(
-    ("more", "what"),
+    ("more", "words"),
     [
-        ("train.optimizer_args={ momentun = 0.9 }", "torch.optim.SGD has no argument momentun"),
+        (["train.optimizer_args={ momentun = 0.9 }"], "torch.optim.SGD has no argument momentun"),
+        (["train.optimizer_args={ lr = 0.9 }"], "train.optimizer_args cannot set lr|train.lr = ..."),
         (
-            "train.optimizer_args={ lr = 0.9 }",
-            "torch.optim.SGD has no argument lr, which is a setting of [train]",
+            ["train.optimizer_args={ momentum = -1 }"],
+            "train.optimizer_args = { momentum = -1 }|Invalid momentum",
         ),
-        ('train.groups={ "nothing*" = { lr = 0.1 } }', "no parameter matches nothing*"),
+        (
+            ["train.optimizer_args={ nesterov = 1 }"],
+            "train.optimizer_args.nesterov|of type bool|default is False",
+        ),
+        (
+            ["train.optimizer_args={ nesterov = true }"],
+            "take train.optimizer_args: Nesterov|{ nesterov = true }",
+        ),
+        (
+            ["train.optimizer_args={ fused = true, foreach = true }"],
+            "take train.optimizer_args: `fused`|foreach = true",
+        ),
+        ([f"{W1}.optimizer='adam'", f"{OWN}={{ betas = [0.9, 2.0] }}"], f"{OWN} = {{ betas = [0.9, 2.0] }}"),
+        ([f"{W1}.optimizer='adam'", f"{OWN}={{ betas = 0.9 }}"], f"{OWN}.betas|tuple"),
+        (
+            [f"{W1}.optimizer='adam'", f"{OWN}={{ capturable = true }}"],
+            f"{OWN} cannot set capturable|remove it",
+        ),
+        ([f"{W1}.optimizer='adam'", f"{OWN}={{ lr = 0.1 }}"], f"{OWN} cannot set lr|{W1}.lr = ..., a factor"),
+        ([f"{W1}.optimizer='rprop'", f"{OWN}={{ step_sizes = 1 }}"], f"{OWN}.step_sizes|tuple[float, float]"),
+        ([f"{W1}.optimizer='muon'", f"{OWN}={{ adjust_lr_fn = 'x' }}"], f"{OWN}|Adjust|adjust_lr_fn = "),
+        *(
+            (
+                [f"{W1}.optimizer='muon'", f"{OWN}={{ ns_steps = {steps} }}"],
+                f"{OWN}: ns_steps|from 1 to 99|{steps}",
+            )
+            for steps in (-1, 0, 100)
+        ),
+        (['train.groups={ "nothing*" = { lr = 0.1 } }'], "no parameter matches nothing*"),
+        (
+            ['train.groups={ "*.w?.*" = { lr = 0.1 }, "*w1*" = { lr = 2.0 }, "embed*" = { lr = 0.5 } }'],
+            "applies *w1* to no parameter: an earlier pattern matches the same ones: *.w?.*|move *w1* to the top",
+        ),
+        (
+            [f"{W1}.lr=0.1", 'train.frozen=["*ff*"]'],
+            "applies *w1* to no parameter: all are frozen|remove *w1*",
+        ),
     ],
 )
-def test_what_no_optimiser_knows_is_told(pool: Pool, more: str, what: str) -> None:
-    assert pool.run(refused, config_of("sgd", "{ pp = 1, dp = 1, tp = 1 }", more), ranks=1) == [what]
+def test_what_no_optimiser_takes_is_told(more: list[str], words: str) -> None:
+    config = load_config(config_of("sgd", "{ pp = 1, dp = 2, tp = 1 }", "train.optimizer_args={}"), more)
+    for text in meshcomm.simulate(refused, config, args=(config,)):
+        assert all(word in text for word in words.split("|")), text
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "expected"),
+    [
+        ("adamw", {}, (True, None)),
+        ("adamw", {"fused": False}, (False, None)),
+        ("adamw", {"foreach": True}, (None, True)),
+        ("adamw", {"foreach": False}, (None, False)),
+        ("adamw", {"amsgrad": True}, (True, None)),
+    ],
+)
+def test_fused_and_foreach_are_those_of_the_user(name: str, args: Any, expected: tuple[Any, Any]) -> None:
+    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, optimizer=name, optimizer_args=args)
+    made = optimizer_of(train, torch.device("cpu"))([{"params": [torch.zeros(2, 2)]}])
+    assert (made.defaults["fused"], made.defaults["foreach"]) == expected
+
+
+def test_optimizers_of_groups_read_the_settings_of_train_and_their_own() -> None:
+    groups = {
+        "a": {"optimizer": "adam"},
+        "b": {"optimizer": "adam", "optimizer_args": {"betas": [0.5, 0.6], "eps": 1e-3}},
+        "c": {"optimizer": "muon", "optimizer_args": {"eps": 1e-5}},
+        "d": {"optimizer": "rprop", "optimizer_args": {"etas": [0.4, 1.3]}},
+    }
+    section = {
+        "steps": 1,
+        "global_batch_size": 1,
+        "micro_batch_size": 1,
+        "optimizer": "sgd",
+        "groups": groups,
+    }
+    section |= {"betas": [0.8, 0.9], "eps": 1e-4, "state_dtype": "bfloat16"}
+    made = optimizer_of(TrainConfig.model_validate(section), torch.device("cpu"))
+    parts = made([{"params": [torch.zeros(2, 2)], "pattern": p} for p in ("", *groups)]).parts  # type: ignore[attr-defined]
+    assert "betas" not in parts[0].defaults
+    held = [(part.defaults["betas"], part.defaults["eps"]) for part in parts[1:3]]
+    assert held == [((0.8, 0.9), 1e-4), ((0.5, 0.6), 1e-3)]
+    assert parts[3].defaults["eps"] == 1e-5 and parts[4].defaults["etas"] == (0.4, 1.3)
+    assert [isinstance(part, NarrowState) for part in parts] == [True, True, True, True, False]
 
 
 def test_wsd_stays_and_falls_at_the_end() -> None:

@@ -177,7 +177,7 @@ class Experts(nn.Module):
         """Send every token through its experts.
 
         Shape:      (samples, tokens, width), or (tokens, width) for one sample -> the same. Ranks along `dim` may have
-                    different numbers of samples. Ranks along `context` have equally many tokens of the same samples.
+                    different numbers of samples, also none. Ranks along `context` have equally many tokens of the same samples.
         positions:  (tokens) int64, the positions of this rank's tokens in their samples, or None if tokens are in order. Used
                     only with a capacity, and required if samples are split along `context`. With sequence_parallel,
                     pass the positions of all tokens along the tensor dim.
@@ -188,16 +188,11 @@ class Experts(nn.Module):
         Raises:     ShapeError; TrainingError if ranks along tensor route their tokens differently, which the first two
                     calls check.
         """
-        if (
-            x.ndim not in (2, 3)
-            or x.shape[-1] != self.hidden_size
-            or not x.numel()
-            or not x.is_floating_point()
-        ):
+        if x.ndim not in (2, 3) or x.shape[-1] != self.hidden_size or not x.is_floating_point():
             raise ShapeError(
                 f"experts on {self.mesh.label} cannot take this tensor",
                 given=f"x of shape {tuple(x.shape)}, {x.dtype}",
-                expected=f"(samples, tokens, {self.hidden_size}) or (tokens, {self.hidden_size}), floating point, at least one token",
+                expected=f"(samples, tokens, {self.hidden_size}) or (tokens, {self.hidden_size}), floating point",
                 hint="x.unflatten(0, (samples, -1)): capacity and balance are computed per sample",
             )
         # Routing needs full samples, so activations that are split along the sequence are gathered.

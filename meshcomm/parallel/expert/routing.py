@@ -112,7 +112,7 @@ def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
     (Fedus et al. 2021), computed per sample as in DeepSeek-V3 (2024). Choices that a capacity drops count too.
 
     Called by:  every rank along `context`, the dim along which samples are split, if any.
-    Returns:    a scalar, equal along `context`.
+    Returns:    a scalar, equal along `context`; 0 without tokens.
     Gradient:   through P, for this rank's tokens. The loss counts once along `context`.
     """
     samples, tokens, experts = choice.probabilities.shape
@@ -123,6 +123,8 @@ def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
         of_rank = often
         (often,) = once(lambda: [mesh.all_reduce(context, of_rank.clone())], of_rank)
         mass = mesh.functional.all_reduce(context, mass, grad="identity")
+    # Without tokens, the sum is 0.
+    samples, tokens = max(1, samples), max(1, tokens)
     # Dividing integers would give torch's default dtype, regardless of the tokens' dtype.
     fraction = often.to(mass.dtype) / (tokens * choice.chosen.shape[-1])
     return (fraction * mass).sum() * (experts / (tokens * samples))

@@ -16,7 +16,7 @@ import torch
 
 from meshcomm import __version__
 from meshcomm.config import Config, ModelConfig
-from meshcomm.config.write import toml
+from meshcomm.config.write import key_path, toml, whole_toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.train.checkpoint.folder import LOCK, METADATA, check_step, instead_of, read, write
@@ -228,7 +228,7 @@ def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
         # The order of mesh.dims decides which rank has which coords.
         moved = isinstance(before, dict) and before == after and list(before) != list(after)
         if name not in _OF_NO_EFFECT | NOT_THE_MODEL and (moved or before != after):
-            differences[name] = before, after
+            differences |= _apart(name, before, after)
     allowed = now.config["train"].get("resume_changed", ())
     fixed = [
         name
@@ -240,8 +240,9 @@ def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
         raise ConfigError(
             f"this configuration trains something different from the checkpoint: {', '.join(fixed)}",
             given="\n".join(
-                f"{name} = {toml(differences[name][1])}, and {toml(differences[name][0])} in {folder}"
+                f"{name} = {text}, and {saved_text} in {folder}"
                 for name in fixed
+                for saved_text, text in [_texts(*differences[name])]
             ),
             expected="the checkpoint's own model, data, batch, seed and dtype",
             hint="restore them; "
@@ -259,7 +260,7 @@ def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
             expected=f"train.steps of {saved.step} or more",
             hint=f"train.steps = {saved.config['train']['steps']}, the old value; or another train.out",
         )
-    lines = [f"{name}: {toml(old)} -> {toml(new)}" for name, (old, new) in differences.items()]
+    lines = [f"{name}: {' -> '.join(_texts(*values))}" for name, values in differences.items()]
     if _begins_again(differences):
         lines.append("the samples restart at the first epoch of the new data")
     return tuple(lines)
@@ -279,6 +280,23 @@ def check_batch_size(saved: Lock, now: Lock, kind: str, folder: Path) -> None:
             expected=f"the old size, whose {saved.step} batches are skipped; or data requested by step number",
             hint=f"train.global_batch_size = {before}, or trainer.run(lambda step: ...), which decides itself where it goes on",
         )
+
+
+def _apart(name: str, before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each setting that differs. In a table with the same tables, such as train.groups, these are inner ones."""
+    nested = isinstance(before, dict) and any(isinstance(each, dict) for each in before.values())
+    if not nested or not isinstance(after, dict) or list(before) != list(after):
+        return {name: (before, after)}
+    inner = [key for key in before if before[key] != after[key]]
+    return dict(
+        pair for key in inner for pair in _apart(f"{name}.{key_path([key])}", before[key], after[key]).items()
+    )
+
+
+def _texts(before: Any, after: Any) -> tuple[str, str]:
+    """Return two different values as different texts, shortened if possible."""
+    short = toml(before), toml(after)
+    return short if short[0] != short[1] else (whole_toml(before), whole_toml(after))
 
 
 def _begins_again(names: Iterable[str]) -> bool:

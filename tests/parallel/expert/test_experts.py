@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm
-from meshcomm.errors import LayoutError, ShapeError, TrainingError, UnknownDim
+from meshcomm.errors import CallMismatchError, LayoutError, ShapeError, TrainingError, UnknownDim
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import TensorSplit
 from meshcomm.parallel.expert import Experts
@@ -297,6 +297,21 @@ def uneven_batches(mesh: Mesh, given: Numbers) -> None:
     close(flat, one(given.x[:1])[0])
 
 
+def without_samples(mesh: Mesh, given: Numbers) -> None:
+    """Coord 0 has no samples. Weights and balance have the gradients of one rank on the samples of coord 1."""
+    mine = slice(0, 0) if mesh.coord("dp") == 0 else slice(None)
+    layer, one = layer_of(mesh, Case(), given), by_loops(Case())
+    layer.balance_weight = WEIGHT
+    x = given.x[mine].clone().requires_grad_()
+    y = layer(x)
+    (y * given.upstream[mine]).sum().backward()
+    close(y.detach(), one.y[mine])
+    close(x.grad, one.dx[mine])
+    close(mesh.all_reduce("dp", layer.router.weight.grad.clone()), one.router)  # type: ignore[union-attr]
+    for name in ("w1", "w3", "w2"):
+        close(local(getattr(layer.experts, name).grad), part(mesh, "ep", getattr(one, name), 0))
+
+
 def recomputed(mesh: Mesh, given: Numbers) -> None:
     x = part(mesh, "dp", given.x, 0)
     kept, again = layer_of(mesh, Case(factor=1.0), given), layer_of(mesh, Case(factor=1.0), given)
@@ -369,7 +384,9 @@ def test_a_grouped_product_is_the_loop_s(kind: torch.dtype) -> None:
     torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("check", [uneven_batches, recomputed, autocast], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [uneven_batches, without_samples, recomputed, autocast], ids=lambda check: check.__name__
+)
 def test_properties_on_two_ranks(check: Callable[..., None]) -> None:
     simulate("ep2", check, numbers(Case()))
 
@@ -413,13 +430,22 @@ def wrong_calls(mesh: Mesh, given: Numbers) -> None:
         layer(x)
     with pytest.raises(ShapeError, match=r"positions of shape \(8,\), 4 tokens"):
         layer(x, torch.arange(8))
-    for bad in (x[..., :3], x[:, :0], x[0, 0], x.long()):
+    for bad in (x[..., :3], x[0, 0], x.long()):
         with pytest.raises(ShapeError, match=r"expected: \(samples, tokens, 6\) or \(tokens, 6\), floating"):
             layer(bad)
 
 
 def test_a_call_that_does_not_fit_is_refused() -> None:
     simulate("cp2 over ep2", wrong_calls, numbers(Case()))
+
+
+def without_samples_for_a_capacity(mesh: Mesh, given: Numbers) -> None:
+    layer_of(mesh, Case(factor=1.0), given)(given.x[: mesh.coord("dp")])
+
+
+def test_a_rank_without_samples_is_refused_on_every_rank_with_a_capacity() -> None:
+    with pytest.raises(CallMismatchError, match="ranks 0 1 do not agree; nothing was sent"):
+        simulate("ep2", without_samples_for_a_capacity, numbers(Case()))
 
 
 def routed_differently(mesh: Mesh, given: Numbers) -> None:

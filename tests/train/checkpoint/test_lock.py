@@ -58,6 +58,33 @@ def test_what_may_differ_is_shown(now: Lock, line: str | None) -> None:
     assert resume_differences(LOCK, now, Path("x")) == (() if line is None else (line,))
 
 
+def test_what_differs_in_a_long_table_is_shown() -> None:
+    def group(momentum: float, **more: float) -> dict[str, Any]:
+        return {
+            "lr": 1.0,
+            "weight_decay": 1.0,
+            "optimizer": "muon",
+            "optimizer_args": {"momentum": momentum},
+        } | more
+
+    def lines(before: Any, after: Any, key: str = "groups") -> tuple[str, ...]:
+        return resume_differences(
+            changed("train", **{key: before}), changed("train", **{key: after}), Path("x")
+        )
+
+    a, b, c = "*.attn.w?.weight", "*.ff.w1.weight", "*.ff.w2.weight"
+    assert lines({a: group(0.9), b: group(0.9)}, {a: group(0.9), b: group(0.5, lr=2.0)}) == (
+        f'train.groups."{b}".lr: 1.0 -> 2.0',
+        f'train.groups."{b}".optimizer_args: {{ momentum = 0.9 }} -> {{ momentum = 0.5 }}',
+    )
+    # The first pattern that matches applies, so the order is a difference. One that another pattern replaces is shown in full.
+    (line,) = lines({a: group(0.9), b: group(0.9)}, {b: group(0.9), a: group(0.9)})
+    assert line.startswith('train.groups: { "*.attn') and '-> { "*.ff' in line
+    (line,) = lines({a: group(0.9), b: group(0.9)}, {a: group(0.9), c: group(0.9)})
+    assert b in line.split(" -> ")[0] and c in line.split(" -> ")[1]
+    assert lines(0.9, None, "ema") == ("train.ema: 0.9 -> null",)
+
+
 @pytest.mark.parametrize(
     ("now", "values"),
     [
