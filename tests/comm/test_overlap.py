@@ -156,7 +156,7 @@ def test_memory_that_appears_twice_in_a_list_is_reduced_once(mesh: Mesh, call: s
                 found = mesh.all_reduce("dp", given, async_op=async_op)
             else:
                 found = mesh.broadcast("dp", given, 1, async_op=async_op)
-            _ = found.wait() if async_op else found  # type: ignore[attr-defined]
+            _ = found.wait() if async_op else found
         expected = before[0] + before[1] if call == "all_reduce" else before[1]
         assert torch.equal(whole, expected), (most, kinds, step, async_op)
         assert kinds == 1 or ints[0].tolist() == [3 if call == "all_reduce" else 2] * 3
