@@ -113,7 +113,8 @@ class AlongDims:
         """Reduce `x` over `dims`, in place, and return it.
 
         Shape:      any, equal on all ranks; any memory layout. A list of tensors, of any shapes and dtypes, is
-                    sent as one message per dtype.
+                    sent as one message per dtype. An element that appears in several tensors of the list is
+                    reduced once; tensors of different dtypes that share memory raise ShapeError.
         Called by:  every rank along `dims`, in the same program order.
         op:         "sum", "avg", "product", "min", "max", "band", "bor", "bxor", or "premul_sum" (multiplies
                     each rank's x by its `factor`, then sums). An op that the backend lacks raises

@@ -66,6 +66,6 @@ class Caller:
         for work in self.start(call):
             work.wait()
 
-    def wait_within(self, work: Work, timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds for one of the group's Work objects."""
-        self.transport.wait_within(work, timeout_s)
+    def wait_within(self, work: Work, timeout_s: float, last: bool) -> None:
+        """Wait at most `timeout_s` seconds for one of the group's Work objects; see `Transport.wait_within`."""
+        self.transport.wait_within(work, timeout_s, last)

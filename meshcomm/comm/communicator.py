@@ -165,12 +165,17 @@ class Communicator(Caller):
         # Only the source of a scatter knows its bytes.
         x = None if row is SCATTER else checked.source
         nbytes = 0 if x is None else row.moved(x.nbytes, self.size)
-        waits = not request.async_op and row.waits_for_all(nbytes)
+        options = request.options
+        # An empty list is compared as any other.
+        waits = (options.waits or not request.async_op) and row.waits_for_all(
+            nbytes or len(options.packed or ())
+        )
         facts = {} if recorder.check is None else facts_of_call(checked, self.coord)
         counter, frame = counter_of(recorder.counters, self.name, name), users_frame(3)
         with recorder.call(self, counter, nbytes, x, frame, request.op, request.root):
             try:
-                recorder.announce_call(self.name, name, facts, frame, waits)
+                if not options.told or self.transport.compares_calls:
+                    recorder.announce_call(self.name, name, facts, frame, waits)
             except MeshcommError:
                 if row is SCATTER and checked.problem is not None:
                     raise checked.problem from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,7 +11,7 @@ from time import perf_counter as clock
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, final
 
 from meshcomm.comm.checks import seconds_of
-from meshcomm.errors import CommunicationError, MeshcommError, UnsupportedOp
+from meshcomm.errors import CollectiveTimeout, CommunicationError, MeshcommError, UnsupportedOp
 from meshcomm.transport.torch_private import outside_graphs
 from meshcomm.watching.callsite import line_of, users_frame
 from meshcomm.watching.counters import PendingCall
@@ -56,7 +57,7 @@ class Handle(Generic[T]):
         result: T | None = None,
         pending: PendingCall | None = None,
         source: int | Callable[[], int] | None = None,
-        confirm: Callable[[], float | None] | None = None,
+        confirm: Callable[[float | None], float | None] | None = None,
         held: object = None,
     ) -> None:
         self._works: Sequence[Any] | None = works
@@ -69,6 +70,8 @@ class Handle(Generic[T]):
         self._confirm = confirm
         self._held = held
         self._error: Exception | None = None
+        # Whether a limited wait has ended before the call.
+        self._cut = False
         self._lock = Lock()
         # Store the instruction, not the line: finding the line takes longer, and it is rarely needed.
         place = None if pending is None else pending.place
@@ -90,7 +93,8 @@ class Handle(Generic[T]):
 
         timeout_s: seconds, or a timedelta as in torch's Work. If None, the group's timeout applies.
         Raises:    CommunicationError, with the backend's error as its cause, on every wait; CallMismatchError
-                   instead if the ranks' steps had already diverged.
+                   instead if the ranks' steps had already diverged. CollectiveTimeout after `timeout_s`, except
+                   PeerLost, leaves the call under way: a later wait goes on.
         """
         if timeout_s is not None:
             seconds = timeout_s.total_seconds() if isinstance(timeout_s, timedelta) else timeout_s
@@ -112,18 +116,21 @@ class Handle(Generic[T]):
         since = clock() if pending is None else pending.waits()
         try:
             try:
-                if self._confirm is not None:
-                    left_s = self._confirm()
-                    timeout_s = left_s if timeout_s is None else timeout_s
-                for work in works:
-                    if timeout_s is None:
+                if timeout_s is None and self._confirm is None and not self._cut:
+                    for work in works:
                         work.wait()
-                    else:
-                        self._by.wait_within(work, timeout_s)
-            except RuntimeError as error:
-                raise self._by.failed(self._call, error) from error
+                else:
+                    self._wait_within(timeout_s)
+            except (RuntimeError, TimeoutError) as error:
+                failed = self._by.failed(self._call, error)
+                if isinstance(error, TimeoutError) and type(failed) is CollectiveTimeout:
+                    self._cut = True
+                    failed.hint = f"wait() again, which goes on with this call; {failed.hint}"
+                raise failed from error
             self._by.confirm(self._call)
         except MeshcommError as error:
+            if type(error) is CollectiveTimeout and self._cut:
+                raise
             self._error = error
         finally:
             if pending is not None:
@@ -136,9 +143,38 @@ class Handle(Generic[T]):
                     self._result = self._finish()
             except Exception as error:
                 self._error = error
+        if self._error is not None:
+            # The program never sees the handles that a list consists of.
+            for work in works:
+                if isinstance(work, Handle):
+                    work._abandon()
         self._held = None
         # Set last, so that other threads continue only after the wait, and an interrupted wait can be repeated.
         self._works = self._finish = self._confirm = None
+
+    def _wait_within(self, timeout_s: float | None) -> None:
+        """Wait for the Work objects, for at most `timeout_s` seconds in all; None for the rest of the group's timeout."""
+        until = math.inf if timeout_s is None else clock() + timeout_s
+        left_s = None if self._confirm is None else self._confirm(timeout_s)
+        if timeout_s is None:
+            if self._cut:
+                left_s = left_s or self._by.transport.timeout_s or None
+            if left_s is not None:
+                until = clock() + left_s
+        while self._works:
+            work, left_s = self._works[0], max(until - clock(), 0.001)
+            if left_s == math.inf:
+                work.wait()
+            elif isinstance(work, Handle):
+                try:
+                    work.wait(None if timeout_s is None else left_s)
+                except MeshcommError:
+                    self._cut = work._cut
+                    raise
+            else:
+                self._by.wait_within(work, left_s, timeout_s is None)
+            # A message can be waited for only once.
+            self._works = self._works[1:]
 
     def _abandon(self) -> None:
         """Let the call go without a wait, because its group has failed. Its tensors stay alive as long as the backend has it."""
@@ -203,7 +239,7 @@ class Handle(Generic[T]):
 
     def __del__(self) -> None:
         # Missing if __init__ did not finish.
-        if getattr(self, "_works", None) and not self._by.transport.tells_unwaited:
+        if getattr(self, "_works", None) and not self._cut and not self._by.transport.tells_unwaited:
             warnings.warn(
                 f"{self._by.where(self._call)}: the handle made at {self._line} was dropped without a wait()",
                 UnwaitedHandle,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -17,6 +17,7 @@ from meshcomm.comm.checks import (
     check_apart,
     check_coord,
     check_input,
+    factor_of,
     lie_apart,
 )
 from meshcomm.comm.communicator import Communicator
@@ -24,6 +25,7 @@ from meshcomm.comm.handle import Handle
 from meshcomm.comm.request import NO_OPTIONS, Options
 from meshcomm.comm.shapes import materialised, pack, unpack, unwatched
 from meshcomm.errors import ShapeError
+from meshcomm.transport.support import check_reduce
 from meshcomm.transport.torch_private import copy_all
 from meshcomm.watching.facts import facts_of_list
 
@@ -41,7 +43,11 @@ def collective(
     root: int = -1,
     options: Options | None = None,
 ) -> list[Tensor] | Handle[list[Tensor]]:
-    """Run an in-place collective on a list of tensors, through `Communicator.collective`."""
+    """Run an in-place collective on a list of tensors, through `Communicator.collective`.
+
+    The first message's comparison is that of the whole list, so that nothing has been sent if lists differ. Of memory that
+    several tensors share, each element is reduced once: every message is packed before any result is written.
+    """
     call = f"{row.name} of a list"
     where = partial(comm.where, call)
     if not isinstance(tensors, (list, tuple)):
@@ -59,30 +65,44 @@ def collective(
         tensors = [check_input(x, comm.kinds, where, row.functional, written=True) for x in tensors]
     # An empty list is a call, too: another rank may pass one that is not empty.
     messages = _messages(tensors, dense) or [[]]
+    # Two at a time: one is packed while the other is on its way. Each needs its packed copy only until it completes.
+    most = len(messages) if async_op else 2
     if len(messages) > 1 and not (dense and lie_apart(tensors)):
         check_apart(tensors, (), where, lambda one, other: one.dtype == other.dtype)
+        most = len(messages)
+    if len(messages) > most and row.reduces:
+        # A list is reduced as a whole or not at all, and the first result is written before the last message is checked.
+        for group in messages:
+            check_reduce(comm.transport.name, op or "", group[0].dtype, partial(comm.where, row.name))
+            if options is not None:
+                factor_of(options.factor, op or "", group[0].dtype, partial(comm.where, row.name))
 
-    def started(group: list[Tensor], async_op: bool = False) -> Any:
+    def started(group: list[Tensor], later: bool = True) -> Any:
         whole = group or [torch.empty(0, device=comm.transport.device)]
         x = pack(whole if dense else [materialised(x) for x in whole])
-        chosen = packed(comm, tensors, group, options)
-        result = comm.collective(row, x, async_op, op, root=root, options=chosen)
+        chosen = packed(comm, tensors, group, options, not async_op, group is not messages[0])
+        result = comm.collective(row, x, later, op, root=root, options=chosen)
         if comm.recorder.span is not None:
             comm.recorder.span.of(group)
         return result
 
-    if not async_op:
-        if len(messages) == 1:
-            _write(started(messages[0]), messages[0], dense)
-            return list(tensors)
-        # Two at a time: one is packed while the other is on its way. Each needs its packed copy only until it completes.
-        two: deque[tuple[Handle[Tensor], list[Tensor]]] = deque()
+    if not async_op and len(messages) == 1:
+        _write(started(messages[0], False), messages[0], dense)
+        return list(tensors)
+    under_way: deque[tuple[Handle[Tensor], list[Tensor]]] = deque()
+    try:
         for group in messages:
-            two.append((started(group, True), group))
-            if len(two) == 2:
-                _finish([], [two.popleft()], dense)
-        return _finish(list(tensors), two, dense)
-    under_way = [(started(group, True), group) for group in messages]
+            if len(under_way) == most:
+                _finish([], [under_way[0]], dense)
+                under_way.popleft()
+            under_way.append((started(group), group))
+        if not async_op:
+            return _finish(list(tensors), under_way, dense)
+    except BaseException:
+        # The program never sees these handles.
+        for handle, _ in under_way:
+            handle._abandon()
+        raise
     handles = [handle for handle, _ in under_way]
     return Handle(handles, comm, call, partial(_finish, list(tensors), under_way, dense))
 
@@ -92,18 +112,21 @@ def packed(
     tensors: Sequence[Tensor],
     message: Sequence[Tensor] | None = None,
     options: Options | None = None,
+    waits: bool = False,
+    told: bool = False,
 ) -> Options | None:
     """Return the options of a call whose tensor packs others: their facts are compared, while calls are.
 
-    message: those of the tensors that it packs; None for all. options: the other options.
+    message: those of the tensors that it packs; None for all. options: the other options. waits, told: see Options.
     """
     if comm.recorder.check is None:
         return options
-    return (options or NO_OPTIONS)._replace(packed=facts_of_list(tensors, message or tensors))
+    facts = facts_of_list(tensors, message or tensors)
+    return (options or NO_OPTIONS)._replace(packed=facts, waits=waits, told=told)
 
 
 def _finish(
-    tensors: list[Tensor], under_way: Sequence[tuple[Handle[Tensor], list[Tensor]]], dense: bool
+    tensors: list[Tensor], under_way: Iterable[tuple[Handle[Tensor], list[Tensor]]], dense: bool
 ) -> list[Tensor]:
     for handle, group in under_way:
         _write(handle.wait(), group, dense)

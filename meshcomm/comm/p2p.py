@@ -305,8 +305,11 @@ class Messages(Caller):
                 if left_s is None:
                     work.wait()
                 else:
-                    self.wait_within(work, left_s)
-        except RuntimeError as error:  # of the backend, or of the store while messages are compared
+                    self.wait_within(work, left_s, True)
+        except (
+            RuntimeError,
+            TimeoutError,
+        ) as error:  # of the backend, or of the store while messages are compared
             works = ()  # a stored error keeps this frame alive; it must not keep the group
             raise self.failed(batch.told, error) from error
         finally:
@@ -365,7 +368,7 @@ class Messages(Caller):
             result=batch.result,
             pending=message,
             source=partial(self._served_by, works[0], message) if from_any else batch.source,
-            confirm=partial(self.recorder.messages.confirm, message) if message.unanswered else None,
+            confirm=partial(_confirm, self.recorder.messages, message) if message.unanswered else None,
             held=batch.ends,
         )
 
@@ -388,6 +391,10 @@ class Messages(Caller):
         src = self.transport.source_of(work)
         self.recorder.messages.arrived(message, src)
         return src
+
+
+def _confirm(log: MessageLog, message: PendingMessage, most_s: float | None) -> float | None:
+    return log.confirm(message, most_s=most_s)
 
 
 def _carried(ends: Sequence[P2P]) -> list[P2P]:

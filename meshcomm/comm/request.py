@@ -22,6 +22,8 @@ class Options(NamedTuple):
     uneven:   whether the size of `axis` may differ between ranks. input_split_sizes: the size of `axis` sent to each coord;
               output_split_sizes: the size received from each coord, if known.
     algorithm: reduces instead of the backend. packed: the facts of the tensors that x packs, while calls are compared.
+    waits:    whether the caller waits for the call before it returns, although the call has a handle.
+    told:     whether an earlier call's comparison was that of this one too.
     """
 
     factor: Any = None
@@ -30,12 +32,14 @@ class Options(NamedTuple):
     output_split_sizes: Sequence[int] | None = None
     algorithm: Algorithm | None = None
     packed: dict[str, Any] | None = None
+    waits: bool = False
+    told: bool = False
 
 
 NO_OPTIONS: Final = Options()
 # The options that may differ between ranks, or that facts.py compares in another way.
 OWN_OPTIONS: Final = frozenset(
-    ("factor", "uneven", "input_split_sizes", "output_split_sizes", "algorithm", "packed")
+    ("factor", "uneven", "input_split_sizes", "output_split_sizes", "algorithm", "packed", "waits", "told")
 )
 
 

@@ -560,7 +560,12 @@ class Watchdog(Watching):
             # Drop the rest of the text, a C++ stack trace, and the traceback, whose frames are meshcomm's.
             error.args = (first_line(error),)
         error.__traceback__ = None
-        return self._marked(self._diagnosed(failed))
+        before = self.own.failed
+        told = self._marked(self._diagnosed(failed))
+        # A handle's limited wait ends no call.
+        if isinstance(error, TimeoutError) and type(told) is CollectiveTimeout:
+            self.own.failed = before
+        return told
 
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
         # If the store was cut off while a group connected through it, the error states no reason.

@@ -96,8 +96,11 @@ class Transport(ABC):
         """Drop calls that other ranks may never make, so that `close` does not wait for them."""
         return
 
-    def wait_within(self, work: Work, timeout_s: float) -> None:
-        """Wait for `work` up to a time limit. Raises RuntimeError. The group stays usable if the backend allows that."""
+    def wait_within(self, work: Work, timeout_s: float, last: bool) -> None:
+        """Wait for `work` up to a time limit. Raises TimeoutError if it is still under way then, and may be waited for again.
+
+        last: whether no wait follows, so that the backend may end the call, with a RuntimeError.
+        """
         work.wait(timedelta(seconds=timeout_s))
 
     def prepare(self, row: Collective, op: str | None, root: int, blocking: bool) -> Prepared | None:

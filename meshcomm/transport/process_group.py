@@ -16,6 +16,7 @@ from meshcomm.collectives import Call, Collective
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
+from meshcomm.transport.torch_changes import wait_at_most
 from meshcomm.transport.torch_private import abort, bindings, give_back, source_rank, timeout_of
 
 # The most memory that a group keeps for messages that have ended.
@@ -130,15 +131,15 @@ class ProcessGroupTransport(Transport):
     def source_of(self, work: Work) -> int:
         return source_rank(work)
 
-    def wait_within(self, work: Work, timeout_s: float) -> None:
+    def wait_within(self, work: Work, timeout_s: float, last: bool) -> None:
         if not self.ordered:
-            work.wait(timedelta(seconds=timeout_s))
+            wait_at_most(work, timedelta(seconds=timeout_s), last)
             return
         # NCCL's own wait aborts the communicator at its timeout.
         ends = time.monotonic() + timeout_s
         while not work.is_completed():
             if time.monotonic() > ends:
-                raise RuntimeError(f"timed out: not complete after {timeout_s:g} s; it stays queued")
+                raise TimeoutError(f"timed out: not complete after {timeout_s:g} s; it stays queued")
             time.sleep(0.001)
         work.wait()
 

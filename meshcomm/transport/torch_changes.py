@@ -196,6 +196,9 @@ def failed_barrier(error: BaseException) -> str | None:
 # -- waits ------------------------------------------------------------------------------------------
 
 _SLICE: timedelta = timedelta(seconds=0.25)
+_FOREVER: Final = timedelta(days=1000)
+# Torch's words at the end of a limited wait for a call that goes on.
+_OVER: Final = "Operation timed out"
 # The numbers in c10d::OpType of calls whose Work can be waited for in slices. A message whose wait times out closes all of
 # its group's connections, and a wait for Gloo's reduce_scatter does not support a timeout.
 _IN_SLICES: frozenset[int] = frozenset({*range(9), 10, 11, 15})
@@ -244,6 +247,29 @@ def wait_until(work: Any, error: Callable[[bool], Exception | None]) -> None:
 
 
 @outside_graphs
+def wait_at_most(work: Any, timeout: timedelta, last: bool) -> None:
+    """Wait for a Work of Gloo. Raises TimeoutError after `timeout`, and a later wait by this function goes on.
+
+    last: whether no wait follows. Gloo then ends a message that does not complete, and closes its group's connections, so that
+    no later message comes in its place.
+    """
+    if last and work not in _WAITED_BESIDE:
+        work.wait(timeout)
+        return
+    error = _ENDED_BY.get(work)
+    try:
+        _wait_in_slices(work, timeout, error, again=True)
+    except RuntimeError as failed:
+        if _OVER not in str(failed):
+            raise
+        if not last:
+            raise TimeoutError(
+                f"not complete after {timeout.total_seconds():g} s; it stays under way"
+            ) from None
+        _WAIT.torchs(work, timedelta(milliseconds=1))
+
+
+@outside_graphs
 def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
     error = _ENDED_BY.get(work)
     if error is None:
@@ -258,14 +284,18 @@ def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
         _ENDED_BY.pop(work, None)
 
 
-def _wait_in_slices(work: Any, timeout: timedelta, error: Callable[[bool], Exception | None] | None) -> bool:
+def _wait_in_slices(
+    work: Any, timeout: timedelta, error: Callable[[bool], Exception | None] | None, again: bool = False
+) -> bool:
+    """again: whether a later wait may follow after `timeout`."""
+
     def ended(over: bool = False) -> Exception | None:
         if not over and (own_waits.given_up() or any(abandoned() for abandoned in _ABANDONED)):
             return _given_up(work)
         return None if error is None else error(over)
 
     if work._get_op_type() not in _IN_SLICES:
-        return _waited_beside(work, timeout, ended)
+        return _waited_beside(work, timeout, ended, again)
     ends = time.monotonic() + timeout.total_seconds() if timeout else math.inf
     while True:
         left_s = ends - time.monotonic()
@@ -274,7 +304,7 @@ def _wait_in_slices(work: Any, timeout: timedelta, error: Callable[[bool], Excep
                 _WAIT.torchs(work, min(_SLICE, timedelta(seconds=max(left_s, 0.001))) if timeout else _SLICE)
             )
         except RuntimeError as failed:
-            over = "Operation timed out" not in str(failed) or left_s <= _SLICE.total_seconds()
+            over = _OVER not in str(failed) or left_s <= _SLICE.total_seconds()
             # The rank that knows the error may have closed its connections already.
             _raise(ended(over))
             if over:
@@ -299,17 +329,24 @@ def _raise(cause: Exception | None) -> None:
             del cause
 
 
-def _waited_beside(work: Any, timeout: timedelta, ended: Callable[[], Exception | None]) -> bool:
-    """Wait for `work` in another thread."""
-    asks, answers = _BESIDE.pop() if _BESIDE else _beside()
-    asks.put((work, timeout))
+def _waited_beside(work: Any, timeout: timedelta, ended: Callable[[], Exception | None], again: bool) -> bool:
+    """Wait for `work` in another thread, which goes on after an error here: only one wait for a message ever returns."""
+    queues = _WAITED_BESIDE.get(work)
+    if queues is None:
+        queues = _WAITED_BESIDE[work] = _BESIDE.pop() if _BESIDE else _beside()
+        queues[0].put((work, _FOREVER if again else timeout))
+    until = time.monotonic() + timeout.total_seconds() if again else math.inf
     while True:
+        left_s = until - time.monotonic()
         try:
-            answer = answers.get(timeout=_SLICE.total_seconds())
+            answer = queues[1].get(timeout=max(0.0, min(_SLICE.total_seconds(), left_s)))
             break
         except Empty:
             _raise(ended())
-    _BESIDE.append((asks, answers))
+            if left_s <= 0:
+                raise RuntimeError(f"{_OVER}!") from None
+    del _WAITED_BESIDE[work]
+    _BESIDE.append(queues)
     if isinstance(answer, BaseException):
         raise answer
     return bool(answer)
@@ -317,6 +354,8 @@ def _waited_beside(work: Any, timeout: timedelta, ended: Callable[[], Exception 
 
 _Queues: TypeAlias = tuple["SimpleQueue[Any]", "SimpleQueue[Any]"]
 _BESIDE: list[_Queues] = []
+# The works that another thread waits for.
+_WAITED_BESIDE: WeakKeyDictionary[Any, _Queues] = WeakKeyDictionary()
 
 
 def _beside() -> _Queues:

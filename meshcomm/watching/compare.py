@@ -57,6 +57,7 @@ _ANSWERED_S: Final = 5.0
 _ANSWERED_PART: Final = 0.5
 # Announced by an end outside the mesh, which reads no answer.
 _PAST: Final = "past"
+_WITH_HANDSHAKE: Final = "with handshake=True, the shape first,"
 
 # Direction, the peer's coord and tag: messages of one channel arrive in the order in which they were sent.
 Channel: TypeAlias = tuple[Direction, int, int]
@@ -404,7 +405,9 @@ def _message(told: ToldCall) -> bytes:
 
 
 class _End(NamedTuple):
-    """One end of a message as it is announced. keys: of all messages in its call."""
+    """One end of a message as it is announced. keys: of all messages in its call. is_header: whether it tells the shape of
+    the next message.
+    """
 
     direction: str
     keys: Sequence[str] | str
@@ -413,6 +416,7 @@ class _End(NamedTuple):
     shapes: str
     nbytes: int
     callsite: str
+    is_header: bool = False
 
 
 @final
@@ -444,6 +448,8 @@ class MessageCheck:
         self._any = self._uncounted = False
         self.of_job = True
         self.pairs: Counter[tuple[Direction, int]] = Counter()
+        # The channels on which the other end counts a tensor behind its header, and this one has refused the header.
+        self.refused: list[Channel] = []
 
     def is_compared(self, direction: Direction, peer: int) -> bool:
         """Return whether the next message of this pair is compared."""
@@ -456,11 +462,11 @@ class MessageCheck:
             self._store.set(f"{self._label}/any/{self._rank}", "1")
 
     def announce(
-        self, ends: Sequence[P2P], parts: Sequence[Part], frame: FrameType
+        self, ends: Sequence[P2P], parts: Sequence[Part], frame: FrameType, has_header: bool = False
     ) -> tuple[list[str], list[Unanswered], dict[str, Sequence[str]]] | None:
         """Announce the messages of a call, and compare those whose other end has announced them. None if none is compared.
 
-        parts: the messages, with their numbers. Returns the store's key of each message, "" for one that is not compared; the
+        parts: the messages, with their numbers. has_header: whether the first is the header of a handshake. Returns the store's key of each message, "" for one that is not compared; the
         announcements to be answered; and, by its key, the keys of the other end's call for each message on which both agree.
         Raises CallMismatchError before the data moves, once all messages of the call are announced.
         """
@@ -477,10 +483,10 @@ class MessageCheck:
         agreed: dict[str, Sequence[str]] = {}
         differs: CallMismatchError | None = None
         own = [*filter(None, keys)]
-        for (direction, x, peer, _), key in zip(ends, keys, strict=True):
+        for at, ((direction, x, peer, _), key) in enumerate(zip(ends, keys, strict=True)):
             if not key or peer is None:
                 continue
-            theirs, told = self._compare(direction, peer, key, [x], frame, own)
+            theirs, told = self._compare(direction, peer, key, [x], frame, own, has_header and not at)
             if theirs is None:
                 unanswered.append((key, self._ranks[peer]))
                 continue
@@ -539,6 +545,7 @@ class MessageCheck:
         tensors: Sequence[Tensor],
         frame: FrameType,
         keys: Sequence[str] | str,
+        is_header: bool = False,
     ) -> tuple[Any, str]:
         """Announce this end's message. Return the `keys` that the other end has announced, None if it has not arrived; and how
         the two ends differ, "" if they do not.
@@ -551,6 +558,7 @@ class MessageCheck:
             " ".join(f"({', '.join(map(str, x.shape))})" for x in tensors),
             sum(x.nbytes for x in tensors),
             _line(frame),
+            is_header,
         )
         # Atomic: the first end to arrive writes, and the second gets what the first has written.
         mine = json.dumps(own)
@@ -559,24 +567,32 @@ class MessageCheck:
             return None, ""
         other = _End(*json.loads(first))
         sent, room = (own, other) if direction == "send" else (other, own)
-        fits = (sent.dtype, sent.elements) == (room.dtype, room.elements)
+        fits = (sent.dtype, sent.elements, sent.is_header) == (room.dtype, room.elements, room.is_header)
         if _PAST in (own.keys, other.keys):
             fits = sent.nbytes <= room.nbytes
         src, dst = self._ends(direction, peer)
+        sends, rooms = (f"{end.dtype} {end.shapes}" for end in (sent, room))
+        if sent.is_header != room.is_header:
+            sends = _WITH_HANDSHAKE if sent.is_header else f"{sends} without a handshake"
+            rooms = (
+                "the shape that a handshake tells" if room.is_header else f"{rooms}, and expects no handshake"
+            )
         told = (
-            f"rank {src} sends {sent.dtype} {sent.shapes} at {sent.callsite}\n"
-            f"rank {dst} has room for {room.dtype} {room.shapes} at {room.callsite}"
+            f"rank {src} sends {sends} at {sent.callsite}\nrank {dst} has room for {rooms} at {room.callsite}"
         )
         return other.keys, "" if fits else told
 
-    def confirm(self, unanswered: Sequence[Unanswered], heard: Heard) -> float | None:
+    def confirm(self, waiting: list[Unanswered], heard: Heard, most_s: float | None = None) -> float | None:
         """Return when the peers have confirmed, or after a few seconds without an answer. In that case, the backend
-        reports any difference. heard: called for each message.
+        reports any difference. waiting: the announcements, without those that are answered after the call. heard: called for
+        each message.
 
-        Returns the remaining seconds if a peer was silent. Raises CallMismatchError if a peer passes another tensor.
+        Returns the remaining seconds if a peer was silent. Raises CallMismatchError if a peer passes another tensor, and
+        TimeoutError if a peer is silent for `most_s` seconds.
         """
-        began, pause, waiting = time.monotonic(), 0.0005, list(unanswered)
+        began, pause = time.monotonic(), 0.0005
         until = began + min(_ANSWERED_S, _ANSWERED_PART * self._timeout_s)
+        over = math.inf if most_s is None else began + most_s
         while waiting:
             for key, peer in list(waiting):
                 if self._store.check([f"{key}/answer"]):
@@ -592,7 +608,9 @@ class MessageCheck:
                 waiting.remove((key, peer))
                 pause = 0.0005
                 heard(key, together)
-            if waiting and (now := time.monotonic()) > until:
+            if waiting and (now := time.monotonic()) > over:
+                raise TimeoutError(f"no answer after {most_s:g} s; the message stays under way")
+            if waiting and now > until:
                 for key, _ in waiting:
                     heard(key, ())
                 return self._timeout_s - (now - began)
@@ -608,12 +626,24 @@ class MessageCheck:
     def _differs(self, key: str, told: str) -> CallMismatchError:
         pair, tag, number = key.split("/")[-3:]
         src, dst = map(int, pair.split(">"))
+        expected = "the same dtype and number of elements at both ends; outside the mesh, room for all bytes that are sent"
+        hint = "handshake=True on mesh.send and no out on mesh.recv, if the receiver cannot know the shape"
+        if " handshake" in told:
+            expected = "a handshake at both ends or at none"
+            if _WITH_HANDSHAKE not in told:
+                hint = "handshake=True on the sender, or out=torch.empty(...) on the receiver"
+            else:
+                if dst == self._rank:
+                    peer = self._ranks.index(src)
+                    self.pairs["recv", peer] += 1
+                    self.refused.append(("recv", peer, int(tag)))
+                hint = "no handshake=True on the sender, or mesh.recv(dims, src=...) with no out"
         return CallMismatchError(
             f"message {number} with tag {tag} from rank {src} to rank {dst} on {self._label} "
             "differs between its ends; nothing was sent",
             given=told,
-            expected="the same dtype and number of elements at both ends; outside the mesh, room for all bytes that are sent",
-            hint="handshake=True on mesh.send and no out on mesh.recv, if the receiver cannot know the shape",
+            expected=expected,
+            hint=hint,
             mismatched_ranks=(src, dst),
             of_job=self.of_job,
         )

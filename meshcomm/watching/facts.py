@@ -57,6 +57,8 @@ def facts_of(row: Collective, tensors: Sequence[Tensor], op: str | None, root: i
 
 def facts_of_list(tensors: Sequence[Tensor], message: Sequence[Tensor]) -> dict[str, Any]:
     """Return the facts of a list of tensors. message: those tensors that are sent together."""
+    if not tensors:
+        return {"shape": None, "dtype": None, "elements": None, "list": "of no tensors"}
     return {
         "shape": _one([list(x.shape) for x in tensors]),
         "dtype": _one([name_of(x.dtype) for x in tensors]),

@@ -45,6 +45,11 @@ class Batch:
     carried: bool = False
 
     @property
+    def has_header(self) -> bool:
+        """Whether the first message is the header of a handshake."""
+        return not self.calls or (self.call == "send" and len(self.ends) == 2)
+
+    @property
     def told(self) -> str:
         """The name of the call in errors, with the peer of a send or recv."""
         if self.call not in ("send", "recv"):
@@ -174,7 +179,12 @@ class MessageLog:
             if check is not None and (peer is None or check.is_compared(direction, peer)):
                 compares = True
         # Not of every call: most are no longer compared.
-        compared = check.announce(batch.ends, parts, frame) if compares and check is not None else None
+        compared = None
+        if compares and check is not None:
+            try:
+                compared = check.announce(batch.ends, parts, frame, batch.has_header)
+            finally:
+                self._count_refused(check)
         nbytes = batch.nbytes
         if nbytes is None:
             nbytes = max(sent, came) if batch.calls else 0
@@ -249,17 +259,35 @@ class MessageLog:
         errors = ((message, work_error(work)) for message, work in over)
         return next(([(message, error)] for message, error in errors if error is not None), [])
 
-    def confirm(self, message: PendingMessage, heard: Heard = lambda key, together: None) -> float | None:
+    def confirm(
+        self,
+        message: PendingMessage,
+        heard: Heard = lambda key, together: None,
+        most_s: float | None = None,
+    ) -> float | None:
         """Wait a limited time for peers to confirm messages that are still compared. Raises CallMismatchError.
 
         heard: called for each message as soon as its peer confirms, or is not waited for any longer.
+        most_s: after this many seconds, raises TimeoutError; a later call goes on.
 
         Returns the remaining seconds of the group's timeout if a peer stayed silent; None if all answered.
         """
         if not message.unanswered or self._check is None:
             return None
-        unanswered, message.unanswered = message.unanswered, ()
-        return self._check.confirm(unanswered, heard)
+        unanswered, message.unanswered = list(message.unanswered), ()
+        try:
+            return self._check.confirm(unanswered, heard, most_s)
+        except TimeoutError:
+            message.unanswered = unanswered
+            raise
+        finally:
+            if self._check is not None:
+                self._count_refused(self._check)
+
+    def _count_refused(self, check: MessageCheck) -> None:
+        """Count the tensors of handshakes that this end has refused, as the other end does."""
+        while check.refused:
+            self._count(*check.refused.pop())
 
     def arrived(self, message: PendingMessage, src: int) -> None:
         """Record that a receive from any source received its message from coord `src`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 import meshcomm
 from meshcomm.comm.handle import UnwaitedHandle
-from meshcomm.errors import MeshcommError, ShapeError, UnsupportedOp
+from meshcomm.errors import CallMismatchError, MeshcommError, ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
 
 
@@ -43,7 +44,7 @@ class By:
     def confirm(self, call: str) -> None:
         pass
 
-    def wait_within(self, work: Any, timeout_s: float) -> None:
+    def wait_within(self, work: Any, timeout_s: float, last: bool) -> None:
         work.wait(timeout_s)
 
 
@@ -122,3 +123,84 @@ def test_handles_say_what_became_of_the_call(mesh: Mesh) -> None:
     mesh.barrier("dp")
     late = mesh.barrier("tp", async_op=True)
     assert late.wait() is None
+
+
+@pytest.mark.mesh(dp=2, timeout_s=20, via="gloo", not_via={"emulated_nccl": "a message stays queued there"})
+@pytest.mark.parametrize("before", [0, 5], ids=["compared", "no longer compared"])
+@pytest.mark.parametrize("call", ["irecv", "isend", "exchange", "all_reduce", "list", "reduce_scatter"])
+def test_a_limited_wait_keeps_to_its_limit_and_the_next_one_goes_on(
+    mesh: Mesh, call: str, before: int
+) -> None:
+    """Gloo closes all connections of a message whose wait times out, and the first messages are compared through the store."""
+    me, other = mesh.coord("dp"), 1 - mesh.coord("dp")
+    large = torch.full((3_000_000,), 4.0)
+    for _ in range(before):
+        mesh.exchange("dp", [(large[:2], other)], [(torch.zeros(2), other)])
+    calls: dict[str, Any] = {
+        "irecv": lambda: mesh.irecv("dp", torch.zeros(2), src=1),
+        "isend": lambda: mesh.isend("dp", large, dst=1),
+        "exchange": lambda: mesh.exchange(
+            "dp", [], [(torch.zeros(2), 1, tag) for tag in (1, 2)], async_op=True
+        ),
+        "all_reduce": lambda: mesh.all_reduce("dp", torch.ones(2), async_op=True),
+        "list": lambda: mesh.all_reduce(
+            "dp", [torch.ones(2), torch.ones(2, dtype=torch.int32)], async_op=True
+        ),
+        "reduce_scatter": lambda: mesh.reduce_scatter("dp", torch.ones(2), async_op=True),
+    }
+    answers: dict[str, Any] = {
+        "irecv": lambda: mesh.isend("dp", torch.full((2,), 4.0), dst=0),
+        "isend": lambda: mesh.irecv("dp", torch.zeros(3_000_000), src=0),
+        "exchange": lambda: mesh.exchange("dp", [(large[:2], 0, tag) for tag in (1, 2)], async_op=True),
+    }
+    if me == 0:
+        handle = calls[call]()
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(meshcomm.errors.CollectiveTimeout, match=r"wait\(\) again") as raised:
+                handle.wait(0.1)
+            assert type(raised.value) is meshcomm.errors.CollectiveTimeout
+            assert time.monotonic() - began < 2
+        assert handle.exception() is None and not handle.is_success()
+    mesh.store.set(f"over/{me}", b"")
+    if me == 1:
+        mesh.store.wait(["over/0"], timeout_s=15)
+        handle = answers.get(call, calls[call])()
+    found = handle.wait(10) if before else handle.wait()
+    if me == 0:
+        values = {"irecv": [4.0, 4.0], "all_reduce": [2.0, 2.0], "reduce_scatter": [2.0]}
+        assert call not in values or found.tolist() == values[call]
+        assert (
+            call not in ("exchange", "list")
+            or [x.sum() for x in found] == [{"list": 4, "exchange": 8}[call]] * 2
+        )
+    assert handle.is_success() and mesh.all_reduce("dp", torch.ones(1)).item() == 2
+
+
+@pytest.mark.mesh(
+    dp=2, timeout_s=20, via="gloo", not_via={"emulated_nccl": "its calls are not compared first"}
+)
+def test_a_list_that_fails_leaves_no_handles_behind(mesh: Mesh) -> None:
+    """What the ranks pass is compared as a whole, before any of it is sent."""
+    me = mesh.coord("dp")
+    f, d, i = (torch.full((2,), me + 1, dtype=kind) for kind in (torch.float32, torch.float64, torch.int64))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for xs, op in (([f, i], "avg"), ([f, d, i], "avg"), ([i, f], "band"), ([i, d, f], "bor")):
+            with pytest.raises(UnsupportedOp, match=f"{op} of .* is not possible"):
+                mesh.all_reduce("dp", xs, op=op)
+            assert all(x.tolist() == [me + 1] * 2 for x in xs)
+        one: list[torch.Tensor] = [f]
+        empty = "list of no tensors"
+        for xs, text in (
+            ([f, i][: 1 + me], r"float32, int64"),
+            ([[f, d, i], [f, i, d]][me], r"float32, int64, float64"),
+            (one * me, empty),
+            ([f, d, i] * me, empty),
+        ):
+            with pytest.raises(CallMismatchError, match=rf"nothing was sent(.|\n)*{text}"):
+                mesh.all_reduce("dp", xs)
+            assert mesh.all_reduce("dp", torch.ones(1)).item() == 2
+        assert mesh.all_reduce("dp", []) == []
+        gc.collect()
+    assert not caught

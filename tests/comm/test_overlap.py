@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from meshcomm.comm import lists
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
 
@@ -136,3 +139,24 @@ def test_a_prepared_all_to_all_does_not_overwrite_what_is_still_to_leave(mesh: M
         mesh.all_to_all("dp", everyones[coord])
         x = everyones[coord].clone()
         assert mesh.all_to_all("dp", x, out=x) is x and torch.equal(x, expected)
+
+
+@pytest.mark.mesh(dp=2)
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast"])
+def test_memory_that_appears_twice_in_a_list_is_reduced_once(mesh: Mesh, call: str) -> None:
+    """With one message, with several of one dtype, with several dtypes, with strides, and in calls that are waited for later."""
+    coord = mesh.coord("dp")
+    for most, kinds, step, async_op in product((1 << 28, 16, 24), (1, 2), (1, 2), (False, True)):
+        whole = (torch.arange(16.0) + coord)[::step][:8]
+        ints = [torch.full((3,), coord + 1)] * 2
+        given = [whole, whole, whole[:4], whole[2:], whole[1:2], *ints[: 2 * (kinds - 1)]]
+        before = [torch.arange(16.0)[::step][:8] + c for c in (0, 1)]
+        with patch.object(lists, "_MOST_BYTES", most):
+            if call == "all_reduce":
+                found = mesh.all_reduce("dp", given, async_op=async_op)
+            else:
+                found = mesh.broadcast("dp", given, 1, async_op=async_op)
+            _ = found.wait() if async_op else found
+        expected = before[0] + before[1] if call == "all_reduce" else before[1]
+        assert torch.equal(whole, expected), (most, kinds, step, async_op)
+        assert kinds == 1 or ints[0].tolist() == [3 if call == "all_reduce" else 2] * 3

@@ -323,6 +323,28 @@ def test_both_ends_of_a_mismatched_message_are_told_at_once(
         assert f"rank 1 has room for {dtype} ({out.numel()}) at {__file__}:" in text
 
 
+@pytest.mark.mesh(pp=2, validate_calls=64, via="gloo", not_via={"emulated_nccl": "a receive stays queued"})
+@pytest.mark.parametrize("sends", [True, False], ids=["sender", "receiver"])
+@pytest.mark.parametrize(
+    "x", [torch.ones(3), torch.ones(16, dtype=torch.int64)], ids=["float", "like a header"]
+)
+def test_a_handshake_at_one_end_only_is_named(mesh: Mesh, x: torch.Tensor, sends: bool) -> None:
+    """Also where the buffer has the size of the header. The ends go on with the same numbers."""
+    me, kind = mesh.coord("pp"), f"{x.dtype} \\({len(x)}\\)".removeprefix("torch.")
+    text = rf"sends {kind} without a h(.|\n)*shape that a handshake tells(.|\n)*try: *handshake=True"
+    if sends:
+        text = rf"sends with handshake=True(.|\n)*{kind}, and expects no h(.|\n)*try: *no handshake=True"
+    with pytest.raises(CallMismatchError, match=text):
+        if me:
+            mesh.recv("pp", torch.zeros_like(x) if sends else None, src=0)
+        else:
+            mesh.send("pp", x, 1, handshake=sends)
+    for shape in ((2,), (3,)):
+        out, began = torch.zeros(shape), time.monotonic()
+        _ = mesh.recv("pp", out, src=0) if me else mesh.send("pp", torch.ones(shape), 1)
+        assert time.monotonic() - began < 3 and out.sum() == out.numel() * me
+
+
 def test_an_end_that_stays_silent_is_waited_for_within_the_timeout() -> None:
     store = dist.HashStore()
     first, second = (MessageCheck(store, "pp", [0, 1], rank, 64, timeout_s=0.2) for rank in (0, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, Literal, TypeAlias
 
@@ -108,25 +108,81 @@ def columns(x: Tensor, *layers: ColumnParallel) -> tuple[Tensor, ...]:
 
     Equivalent to `enter` and each layer. In backward, the gradient of `x` is summed over the ranks while the gradients of
     the weights are computed, as in Megatron-LM's layers. Its sum and its rounding do not depend on that.
+
+    Raises: UnsupportedOp for layers of another kind, or of splits that enter differently; ShapeError if `x` does not fit.
     """
-    split = layers[0].meshcomm_split
-    if (
-        not split.overlaps
-        or torch.compiler.is_compiling()
-        or transforming()
-        or any(
-            type(layer) is not ColumnParallel
-            or layer.bias is not None
-            or "meshcomm_product" in vars(layer)
-            or hooked(layer)
-            for layer in layers
-        )
-    ):
+    split = _shared_split(layers)
+    if torch.compiler.is_compiling():
         x = split.enter(x)
         return tuple(layer(x) for layer in layers)
-    weights = (as_autocast(_matrix(layer)) for layer in layers)
-    results: tuple[Tensor, ...] = _Columns.apply(split, as_autocast(x), *weights)
-    return results
+    try:
+        if (
+            not split.overlaps
+            or transforming()
+            or any(
+                type(layer) is not ColumnParallel
+                or layer.bias is not None
+                or "meshcomm_product" in vars(layer)
+                or hooked(layer)
+                for layer in layers
+            )
+        ):
+            entered_x = split.enter(x)
+            return tuple(layer(entered_x) for layer in layers)
+        weights = (as_autocast(_matrix(layer)) for layer in layers)
+        results: tuple[Tensor, ...] = _Columns.apply(split, as_autocast(x), *weights)
+        return results
+    except (AttributeError, RuntimeError, TypeError):
+        # Only now, because a check reads the layers again.
+        _check_fit(x, layers)
+        raise
+
+
+def _shared_split(layers: Sequence[Any]) -> TensorSplit:
+    """Return the split whose `enter` the layers of `columns` share."""
+    split: TensorSplit | None = None
+    for layer in layers:
+        if not isinstance(layer, ColumnParallel):
+            split = None
+            break
+        other = layer.meshcomm_split
+        if split is None:
+            split = other
+        elif other is not split and other.entry != split.entry:
+            raise UnsupportedOp(
+                f"columns on {split.mesh.label}: the layers do not share one `enter`",
+                given=f"layers split along {split} and along {other}",
+                expected="layers with the same mesh, dim, sequence_parallel and axis",
+                hint="a call of columns for each TensorSplit; the gradients of x add up",
+            )
+    if split is None:
+        given = f"a {type(layer).__name__}" if layers else "no layers"
+        raise UnsupportedOp(
+            "columns takes column-parallel layers",
+            given=given,
+            expected="one or more ColumnParallel, each as an argument",
+            hint="columns(x, *layers)" if given == "a list" else "split.enter(x), and the layer itself",
+        )
+    return split
+
+
+def _check_fit(x: Any, layers: Sequence[Any]) -> None:
+    """Raise if `x` is not what every layer of `columns` takes."""
+    is_tensor = isinstance(x, Tensor)
+    for layer in layers:
+        weight = layer.weight
+        n_in = weight.shape[0 if layer.meshcomm_transposed else -1]
+        if is_tensor and x.shape[-1:] == (n_in,) and as_autocast(x).dtype == as_autocast(weight).dtype:
+            continue
+        raise ShapeError(
+            f"columns on {layer.meshcomm_split.mesh.label}: x does not fit a layer",
+            given=(f"x of shape {tuple(x.shape)}, {x.dtype}" if is_tensor else f"a {type(x).__name__}")
+            + f"; a layer of {n_in} inputs, {weight.dtype}",
+            expected=f"a tensor of shape (..., {n_in}), {weight.dtype}",
+            hint="the layers that read x, which all have its last size as n_in"
+            if is_tensor and x.dtype == weight.dtype
+            else f"{'x' if is_tensor else 'torch.as_tensor(x)'}.to({weight.dtype})",
+        ) from None
 
 
 class _Columns(torch.autograd.Function):

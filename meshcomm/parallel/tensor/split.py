@@ -64,6 +64,11 @@ class TensorSplit:
         self.sequence_parallel = sequence_parallel and self.size > 1
         self.axis = axis
         self.overlaps = overlaps and self.size > 1
+        # Equal for splits with the same `enter`.
+        self.entry = (mesh, dim, self.sequence_parallel, axis) if self.size > 1 else ()
+
+    def __str__(self) -> str:
+        return f"{self.dim or 'no dim'} (sequence_parallel={self.sequence_parallel}, axis={self.axis})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSplit:
         """Return self, because a copy of a module is on the same mesh."""

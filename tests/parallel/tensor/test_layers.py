@@ -253,3 +253,43 @@ def test_the_loss_is_that_of_one_process_and_leaves_out_what_does_not_count(
         monkeypatch.setattr(tensor_layers, "_FEW", few)
         assert len(tensor_layers._parts(torch.zeros(2 * TOKENS, VOCAB))) == 8
     meshcomm.simulate(losses, dims=dims)
+
+
+def refused_columns(mesh: Mesh) -> None:
+    split, other = TensorSplit(mesh, "tp", torch.float64), TensorSplit(mesh, "cp", torch.float64)
+    a, b, c = ColumnParallel(split, 6, 4), ColumnParallel(other, 6, 4), ColumnParallel(split, 5, 4)
+    sequence = ColumnParallel(TensorSplit(mesh, "tp", torch.float64, sequence_parallel=True), 6, 4)
+    x = randn(2, 4, 6, seed=1)
+    calls: list[tuple[str, type[Exception], Any]] = [
+        (r"tp \(seq.* and along cp \(seq", UnsupportedOp, lambda: columns(x, a, b)),
+        ("do not share one", UnsupportedOp, lambda: columns(x, a, sequence)),
+        (
+            "do not share one",
+            UnsupportedOp,
+            lambda: columns(x, ColumnParallel(TensorSplit(mesh, None), 6, 4), a),
+        ),
+        ("given: *no layers", UnsupportedOp, lambda: columns(x)),
+        (
+            r"given: *a list(.|\n)*columns\(x, \*layers\)",
+            UnsupportedOp,
+            lambda: columns(x, cast(Any, [a, a])),
+        ),
+        ("given: *a Linear", UnsupportedOp, lambda: columns(x, a, cast(Any, nn.Linear(6, 8)))),
+        ("given: *a RowParallel", UnsupportedOp, lambda: columns(x, cast(Any, RowParallel(split, 6, 4)))),
+        ("a layer of 5 inputs", ShapeError, lambda: columns(x, a, c)),
+        (r"shape \(2, 4, 5\)(.|\n)*\(\.\.\., 6\)", ShapeError, lambda: columns(x[..., :5], a, a)),
+        (r"x.to\(torch.float64\)", ShapeError, lambda: columns(x.float(), a)),
+        (r"x.to\(torch.float64\)", ShapeError, lambda: columns(x.long(), a)),
+        ("x of shape ()", ShapeError, lambda: columns(torch.zeros((), dtype=torch.float64), a)),
+        (r"given: *a ndarray(.|\n)*as_tensor", ShapeError, lambda: columns(cast(Any, x.numpy()), a)),
+    ]
+    for text, kind, call in calls:
+        with pytest.raises(kind, match=text):
+            call()
+    # Another object with the same split enters in the same way.
+    columns(x, a, ColumnParallel(TensorSplit(mesh, "tp", torch.float64), 6, 4))
+
+
+def test_columns_refuses_what_does_not_read_one_input() -> None:
+    """With layers of two dims, the gradient of the input would be summed over the first layer's dim only."""
+    meshcomm.simulate(refused_columns, dims={"tp": 2, "cp": 2})
