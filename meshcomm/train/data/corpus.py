@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
+from meshcomm.config import DataConfig
 from meshcomm.errors import TrainingError
 
 # The digest of a large file covers _LOOKS ranges of _STRETCH tokens.
@@ -202,3 +203,29 @@ def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
 def held_back(count: int, share: float) -> int:
     """Return how many of `count` samples to set aside for validation (at least one)."""
     return min(count, max(1, round(count * share)))
+
+
+def eos_id_of(config: DataConfig, of_tokenizer: int | None, vocab_size: int | None) -> int | None:
+    """Return the token after each document, or None if attention may cross documents.
+
+    of_tokenizer: the tokenizer's. vocab_size: the number of tokens that the data or the model can have; None if it is unknown.
+    Raises TrainingError if no such token is defined, or if it is not among them.
+    """
+    if not config.document_mask:
+        return None
+    eos_id = of_tokenizer if config.eos_id is None else config.eos_id
+    if eos_id is None:
+        raise TrainingError(
+            "the end of a document is not defined",
+            given="data.document_mask = true, no eos and no eos_id",
+            expected="the token that ends a document",
+            hint="set data.eos with a tokenizer, or data.eos_id",
+        )
+    if vocab_size is not None and eos_id >= vocab_size:
+        raise TrainingError(
+            "no document would end: the token that ends a document is outside the vocabulary",
+            given=f"token {eos_id}, from {'the tokenizer' if config.eos_id is None else 'data.eos_id'}",
+            expected=f"0 to {vocab_size - 1}, the tokens that the model and the data can have",
+            hint="data.eos_id of the tokenizer that made the tokens, or a larger model.vocab_size",
+        )
+    return eos_id

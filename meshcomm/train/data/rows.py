@@ -21,6 +21,24 @@ _COLUMNS: Final = (".parquet", ".arrow")
 _AT_ONCE: Final = 1024
 # The errors of broken files and of rows that are not what their format says.
 BROKEN: Final = (OSError, EOFError, ValueError, TypeError, NotImplementedError, lzma.LZMAError, zlib.error)
+# How files begin that are not plain tokens or text, and how to read them.
+_FORMATS: Final = {
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x1f\x8b\x08": "a gzip file",
+    b"BZh": "a bzip2 file",
+    b"\xfd7zXZ": "an xz file",
+    b"\x28\xb5\x2f\xfd": "a zstd file",
+    b"PK\x03\x04": "a zip archive, such as .npz or a file of torch.save",
+    b"\x93NUMPY": "a NumPy array, which needs the suffix .npy",
+    b"MMIDIDX": "the index of a Megatron dataset, whose tokens are in its .bin file",
+    b"TNTIDX": "the index of a fairseq dataset",
+    b"LITPKDS": "a packed dataset of LitGPT",
+    b"\x89HDF": "an HDF5 file",
+    # llm.c: int32 20240520 for uint16 tokens, 20240801 for uint32 tokens.
+    (20240520).to_bytes(4, "little"): "a token file of llm.c, with a header of 1024 bytes",
+    (20240801).to_bytes(4, "little"): "a token file of llm.c, with a header of 1024 bytes",
+}
 
 
 def has_rows(path: Path) -> bool:
@@ -108,3 +126,8 @@ def _pyarrow(path: Path) -> Any:
             hint="pip install 'meshcomm[data]'",
         ) from error
     return pyarrow
+
+
+def foreign_format(start: bytes) -> str:
+    """Return the format of a file that starts like this, or "" if it is none of `_FORMATS`."""
+    return next((name for magic, name in _FORMATS.items() if start.startswith(magic)), "")
