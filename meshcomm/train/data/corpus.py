@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshcomm.config import DataConfig
-from meshcomm.errors import TrainingError
+from meshcomm.errors import MeshcommError, TrainingError
 
 # The digest of a large file covers _LOOKS ranges of _STRETCH tokens.
 _LOOKS = 64
@@ -76,13 +77,12 @@ class Stream:
         """See DataPart. All arrays are int64 of shape (samples, sequence). Targets are shifted by one token."""
         offsets = samples * self._seq_len
         tokens = self.tokens[offsets[:, None] + self._window].astype(np.int64)
-        if self.vocab_size is not None and tokens.size:
-            for worst in (tokens.argmax(), tokens.argmin()):
-                sample, place = divmod(int(worst), tokens.shape[1])
-                token = int(tokens[sample, place])
-                if not 0 <= token < self.vocab_size:
-                    where = f"position {self._first + int(offsets[sample]) + place} of {self.name}"
-                    raise outside(token, self.vocab_size, where)
+        for worst in (tokens.argmax(), tokens.argmin()) if tokens.size else ():
+            sample, place = divmod(int(worst), tokens.shape[1])
+            token = int(tokens[sample, place])
+            if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
+                where = f"position {self._first + int(offsets[sample]) + place} of {self.name}"
+                raise outside(token, self.vocab_size, where)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if self._ends is not None:
             after = self._first + offsets[:, None] + self._window[1:]
@@ -178,15 +178,35 @@ def documents_in(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
     return numbers
 
 
-def outside(token: int, vocab_size: int, where: str, hint: str = "") -> TrainingError:
-    """Return the error for a token outside the vocabulary. where: the token's position in its file."""
+def outside(token: int, vocab_size: int | None, where: str, hint: str = "") -> TrainingError:
+    """Return the error for a token outside the vocabulary, whose size may be unknown. where: the token's position in its file."""
+    if token < 0:
+        hint = "inputs have no masked tokens: only labels may be -100. Otherwise, write the tokens with their actual type"
+    known = "" if vocab_size is None else f", but the model's vocabulary is 0 to {vocab_size - 1}"
     return TrainingError(
-        f"the data has token {token}, but the model's vocabulary is 0 to {vocab_size - 1}",
+        f"the data has token {token}{known}",
         given=f"{token} at {where}",
-        expected=f"tokens of 0 or more and below model.vocab_size = {vocab_size}",
+        expected="tokens of 0 or more"
+        + ("" if vocab_size is None else f" and below model.vocab_size = {vocab_size}"),
         hint=hint
         or "set model.vocab_size to the data tokenizer's size, or data.token_type to the file's actual type",
     )
+
+
+@contextmanager
+def of_function(name: str, what: str) -> Iterator[None]:
+    """Turn an error of a user's dataset into a TrainingError. name: the function that returned it. what: what is read."""
+    try:
+        yield
+    except MeshcommError:
+        raise
+    except Exception as error:
+        raise TrainingError(
+            f"data.build: {what} cannot be read: {type(error).__name__}: {error}",
+            given=f"{what} of what {name} returned",
+            expected="a dataset that returns each of its samples, on every rank",
+            hint="read it in Python, without meshcomm: the error is raised by the dataset's own code",
+        ) from error
 
 
 def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:

@@ -17,9 +17,9 @@ from meshcomm.config import DataConfig, ModelConfig
 from meshcomm.config.write import whole_toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.train.data.corpus import Corpus, Samples
-from meshcomm.train.data.rows import has_rows
+from meshcomm.train.data.rows import has_rows, suffix_of
 from meshcomm.train.data.texts import function_texts
-from meshcomm.train.data.token_files import has_index, token_files
+from meshcomm.train.data.token_files import index_of, token_files
 from meshcomm.train.data.tokens import Tokens, packed, text_files, tokenized
 
 
@@ -92,12 +92,12 @@ def _mixed(config: DataConfig, read: Callable[[list[Path], str], Corpus]) -> Cor
 
 
 def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """Return the files that paths and globs match, sorted and without duplicates. A folder that a Hugging Face dataset was
-    saved to stands for its files. Raises TrainingError if nothing matches.
+    """Return the files that paths and globs match, sorted. A file that several of them match is there as many times. A folder
+    that a Hugging Face dataset was saved to stands for its files. Raises TrainingError if nothing matches.
     """
-    paths: set[Path] = set()
+    paths: list[Path] = []
     for pattern in patterns:
-        some = [file for path in glob.glob(pattern, recursive=True) for file in _files(Path(path))]
+        some = {file for path in glob.glob(pattern, recursive=True) for file in _files(Path(path))}
         if not some:
             splits = [str(state.parent) for state in sorted(Path(pattern).glob("*/state.json"))]
             raise TrainingError(
@@ -108,7 +108,7 @@ def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
                 if splits
                 else "use paths relative to the config file",
             )
-        paths.update(some)
+        paths += some
     return sorted(paths)
 
 
@@ -125,10 +125,10 @@ def _files(path: Path) -> list[Path]:
 
 def _check_settings(config: DataConfig, files: Sequence[Path]) -> None:
     """Raise ConfigError for settings that are for other kinds of files than these."""
-    plain = [path for path in files if not has_index(path)]
+    plain = [path for path in files if not index_of(path)]
     for setting, some, expected in (
         ("column", filter(has_rows, files), "a file with rows, such as .jsonl or .parquet"),
-        ("token_type", [path for path in plain if path.suffix != ".npy"], "a .bin file without an index"),
+        ("token_type", [path for path in plain if suffix_of(path) != ".npy"], "a .bin file without an index"),
         ("eos_id", plain, "a file without an index of documents"),
     ):
         if config.given(setting) and not any(some):

@@ -10,17 +10,27 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 from meshcomm.errors import TrainingError
 
 _OPENS: Final[dict[str, Callable[..., Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_STREAMS: Final[dict[str, Callable[[], Any]]] = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
 _JSON: Final = (".jsonl", ".ndjson", ".json")
 _COLUMNS: Final = (".parquet", ".arrow")
 # The number of rows of a Parquet file that are decoded together.
 _AT_ONCE: Final = 1024
 # The errors of broken files and of rows that are not what their format says.
-BROKEN: Final = (OSError, EOFError, ValueError, TypeError, NotImplementedError, lzma.LZMAError, zlib.error)
+BROKEN: Final = (
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    RecursionError,
+    lzma.LZMAError,
+    zlib.error,
+)
 # How files begin that are not plain tokens or text, and how to read them.
 _FORMATS: Final = {
     b"PAR1": "a Parquet file",
@@ -79,14 +89,62 @@ def rows_of(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str,
 
 def opened(path: Path) -> io.BufferedReader:
     """Open a file for reading bytes, decompressed if its last suffix is that of a compression."""
-    if path.suffix == ".zst":
+    suffix = suffix_of(path)
+    if suffix == ".zst":
         arrow = _pyarrow(path)
         return io.BufferedReader(arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd"))
-    return _OPENS.get(path.suffix, open)(path, "rb")  # type: ignore[no-any-return]
+    if suffix in _STREAMS and not is_table(path):
+        return io.BufferedReader(_Streams(path, _STREAMS[suffix]))
+    return _OPENS.get(suffix, open)(path, "rb")  # type: ignore[no-any-return]
+
+
+def suffix_of(path: Path) -> str:
+    """Return a file's last suffix, in lower case."""
+    return path.suffix.lower()
+
+
+def is_table(path: Path) -> bool:
+    """Return whether the rows of a file are stored by columns."""
+    return _kind(path) in _COLUMNS
 
 
 def _kind(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix in (*_OPENS, ".zst") else path).suffix
+    return suffix_of(path.with_suffix("") if suffix_of(path) in (*_OPENS, ".zst") else path)
+
+
+@final
+class _Streams(io.RawIOBase):
+    """The streams of a .bz2 or .xz file, one after the other; Python's own readers stop in silence at a stream that is damaged
+    at its start. They are used for tables, which say where they end and which are not read in order.
+    """
+
+    def __init__(self, path: Path, new: Callable[[], Any]) -> None:
+        self._file, self._new, self._part = path.open("rb"), new, new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        data = b""
+        while not data:
+            block = b""
+            if self._part.eof:
+                # Streams may be padded with zeros.
+                block = self._part.unused_data.lstrip(b"\0")
+                while not block and (more := self._file.read(io.DEFAULT_BUFFER_SIZE)):
+                    block = more.lstrip(b"\0")
+                if not block:
+                    return 0
+                self._part = self._new()
+            elif self._part.needs_input and not (block := self._file.read(io.DEFAULT_BUFFER_SIZE)):
+                raise EOFError("the file ends before the end of its last stream")
+            data = self._part.decompress(block, len(into))
+        into[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _columns(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshcomm.config import DataConfig
 from meshcomm.errors import TrainingError
+from meshcomm.train.data.corpus import of_function
 from meshcomm.train.data.rows import BROKEN, foreign_format, has_rows, opened, rows_of
 
 
@@ -47,8 +49,18 @@ def texts_of(files: Iterable[Path], most: int | None, column: str, end: bytes) -
 
 def function_texts(config: DataConfig, end: bytes, data: Any) -> Iterator[Document]:
     """Yield the texts of the rows that a function returned."""
-    rows = data if isinstance(data, Iterable) else map(data.__getitem__, range(len(data)))
-    return _row_texts(enumerate(rows, 1), Path(str(config.build)), config.column, end)
+    return _row_texts(_function_rows(str(config.build), data), Path(str(config.build)), config.column, end)
+
+
+def _function_rows(name: str, data: Any) -> Iterator[tuple[int, Any]]:
+    rows = iter(data if isinstance(data, Iterable) else map(data.__getitem__, range(len(data))))
+    for number in count(1):
+        with of_function(name, f"row {number}"):
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+        yield number, row
 
 
 def _row_texts(rows: Iterable[tuple[int, Any]], path: Path, column: str, end: bytes) -> Iterator[Document]:

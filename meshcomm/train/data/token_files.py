@@ -13,7 +13,7 @@ from meshcomm.config import DataConfig
 from meshcomm.errors import TrainingError
 from meshcomm.train.data.corpus import Corpus, Stream, checked, eos_id_of
 from meshcomm.train.data.megatron import indexed
-from meshcomm.train.data.rows import foreign_format
+from meshcomm.train.data.rows import foreign_format, suffix_of
 
 
 def token_files(config: DataConfig, vocab_size: int | None, files: list[Path], key: str) -> Corpus:
@@ -25,9 +25,10 @@ def token_files(config: DataConfig, vocab_size: int | None, files: list[Path], k
     return Corpus(tuple(parts), digest, size, "tokens", tuple(files))
 
 
-def has_index(path: Path) -> bool:
-    """Return whether a .bin file has an index beside it, as Megatron-LM writes it."""
-    return path.suffix == ".bin" and path.with_suffix(".idx").is_file()
+def index_of(path: Path) -> Path | None:
+    """Return the index beside a .bin file, as Megatron-LM writes it; None if there is none."""
+    some = (path.with_suffix(suffix) for suffix in (".idx", ".IDX"))
+    return next(filter(Path.is_file, some), None) if suffix_of(path) == ".bin" else None
 
 
 def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Stream:
@@ -36,18 +37,22 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
         "a one-dimensional .npy file of an integer type, a .bin file with the .idx file of Megatron-LM beside it, or raw "
         "little-endian tokens of type data.token_type"
     )
-    ends = None
+    ends = hint = None
     try:
-        if path.suffix == ".npy":
+        if suffix_of(path) == ".npy":
             tokens: NDArray[Any] = np.load(path, mmap_mode="r")
-        elif has_index(path):
-            tokens, ends = indexed(path, path.with_suffix(".idx"))
+        elif index := index_of(path):
+            tokens, ends = indexed(path, index)
         else:
             kind = np.dtype(config.token_type).newbyteorder("<")
-            if path.stat().st_size % kind.itemsize or not path.stat().st_size:
-                raise ValueError(
-                    f"{path.stat().st_size} bytes are not a whole number of {kind.itemsize}-byte tokens"
-                )
+            if not (size := path.stat().st_size):
+                raise ValueError("it is empty")
+            if size % kind.itemsize:
+                raise ValueError(f"{size} bytes are not a whole number of {kind.itemsize}-byte tokens")
+            hint = (
+                f"if they are {config.token_type}, write them into a file that states its type: "
+                f'np.save("{path.with_suffix(".npy")}", np.fromfile("{path}", "{kind.str}")); otherwise, set data.token_type'
+            )
             tokens = np.memmap(path, dtype=kind, mode="r")
             if form := foreign_format(tokens[:4].tobytes()):
                 raise ValueError(f"it begins like {form}")
@@ -57,9 +62,9 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
                 )
         if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
             raise ValueError(f"an array of shape {tokens.shape} and type {tokens.dtype}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise TrainingError(
-            "a token file cannot be read", given=f"{path}: {error}", expected=wanted
+            "a token file cannot be read", given=f"{path}: {error}", expected=wanted, hint=hint
         ) from error
     most = int(np.iinfo(tokens.dtype).max) + 1
     eos = eos_id_of(config, None, min(vocab_size or most, most)) if ends is None else None

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, final
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,16 +142,22 @@ class Tokens:
         for document in documents():
             sums.update(hashlib.sha256(document.text).digest())
         path = cache / f"tokens-{sums.hexdigest()[:16]}.npy"
+        if (kept := _mapped(path)) is not None:
+            return kept
+        tokens = self._made(documents())
+        # Ranks of other hosts may write the same file.
+        draft = path.with_name(f".{path.name}.{uuid4().hex}")
         try:
-            if not path.exists():
-                tokens = self._made(documents())
-                cache.mkdir(parents=True, exist_ok=True)
-                draft = path.with_name(f".{path.name}.{os.getpid()}")
-                with draft.open("wb") as file:
-                    np.save(file, tokens)
-                os.replace(draft, path)
-            return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
-        except (OSError, ValueError) as error:
+            cache.mkdir(parents=True, exist_ok=True)
+            with draft.open("wb") as file:
+                np.save(file, tokens)
+                file.write(_digest(tokens))
+            os.replace(draft, path)
+            if (kept := _mapped(path)) is not None:
+                return kept
+            raise OSError("the file has other content than was written")
+        except OSError as error:
+            draft.unlink(missing_ok=True)
             raise TrainingError(
                 "tokens cannot be saved",
                 given=f"{path}: {error}",
@@ -201,6 +208,24 @@ class Tokens:
                     hint="set data.eos to the token that ends a text",
                 )
         self._facts = hashlib.sha256(content).digest()
+
+
+def _mapped(path: Path) -> NDArray[Any] | None:
+    """Return the tokens of a file, memory-mapped; None if it is missing, or if it does not end with their digest."""
+    try:
+        tokens: NDArray[Any] = np.load(path, mmap_mode="r")
+        with path.open("rb") as file:
+            file.seek(-len(_digest(tokens[:0])), os.SEEK_END)
+            return tokens if file.read() == _digest(tokens) else None
+    except Exception:
+        # Whatever is wrong with the file, it is written again.
+        return None
+
+
+def _digest(tokens: NDArray[Any]) -> bytes:
+    sums = hashlib.sha256(f"{tokens.dtype.str} {tokens.shape}".encode())
+    sums.update(tokens.data)
+    return sums.digest()
 
 
 def _text(document: Document) -> str:
