@@ -174,12 +174,8 @@ class SampleForm:
         documents: NDArray[Any] = np.zeros(0, dtype=np.int64)
         if isinstance(sample, Mapping) and "input_ids" in sample:
             # A batch of one sample has the meaning that it has in Trainer.step.
-            if more := [str(name) for name in sample if name not in OF_TRANSFORMERS]:
-                raise self._wrong(
-                    number,
-                    f"a dict with {', '.join(map(str, sample))}",
-                    f"leave out {', '.join(more)}: dataset.remove_columns({more})",
-                )
+            if others := [str(name) for name in sample if name not in OF_TRANSFORMERS]:
+                raise self._wrong(number, f"a dict with {', '.join(map(str, sample))}", _without(others))
             arrays = {name: self._array(number, value, name) for name, value in sample.items()}
             if arrays["input_ids"].dtype.kind not in "ui":
                 raise self._wrong(number, f"input_ids of {arrays['input_ids'].dtype}")
@@ -251,7 +247,8 @@ class SampleForm:
         except (TypeError, ValueError) as error:
             raise self._wrong(number, f"{what}: {error}") from error
         if array.dtype.kind not in "uifb":
-            raise self._wrong(number, what, _texts_in("text") if isinstance(value, str) else None)
+            hint = _without([name]) if name else _texts_in("text") if isinstance(value, str) else None
+            raise self._wrong(number, what, hint)
         return array
 
     def _wrong(self, number: int, what: str, hint: str | None = None) -> TrainingError:
@@ -261,6 +258,11 @@ class SampleForm:
             expected=_EXPECTED,
             hint=hint or "convert or leave out this sample in the function",
         )
+
+
+def _without(columns: list[str]) -> str:
+    """Return the hint for columns that are not numbers, or have another meaning than those of transformers."""
+    return f"leave out {', '.join(columns)}, as by dataset.remove_columns({columns})"
 
 
 def _texts_in(column: str) -> str:

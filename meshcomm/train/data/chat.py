@@ -174,16 +174,15 @@ def _without_nulls(value: Any) -> Any:
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(given: Any, where: str) -> dict[str, Any]:
     """Return a message whose content is one text; a call of tools may be without text. Raises TrainingError."""
-    message = message if isinstance(message, dict) else {}
+    message: dict[str, Any] = given if isinstance(given, dict) else {}
     role, content, weight = message.get("role"), message.get("content"), message.get("weight")
     fault = ""
     if isinstance(content, list):
-        texts = [
-            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
-        ]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        if len(texts) == len(content):
             message = {**message, "content": "".join(texts)}
         else:
             fault = "the content has parts that are not texts"

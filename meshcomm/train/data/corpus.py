@@ -79,10 +79,10 @@ class Stream:
         tokens = self.tokens[offsets[:, None] + self._window].astype(np.int64)
         for worst in (tokens.argmax(), tokens.argmin()) if tokens.size else ():
             sample, place = divmod(int(worst), tokens.shape[1])
-            token = int(tokens[sample, place])
-            if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
-                where = f"position {self._first + int(offsets[sample]) + place} of {self.name}"
-                raise outside(token, self.vocab_size, where)
+            position = int(offsets[sample]) + place
+            token = int(self.tokens[position])
+            if not 0 <= token < (self.vocab_size or 2**63):
+                raise outside(token, self.vocab_size, f"position {self._first + position} of {self.name}")
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if self._ends is not None:
             after = self._first + offsets[:, None] + self._window[1:]
@@ -186,8 +186,7 @@ def outside(token: int, vocab_size: int | None, where: str, hint: str = "") -> T
     return TrainingError(
         f"the data has token {token}{known}",
         given=f"{token} at {where}",
-        expected="tokens of 0 or more"
-        + ("" if vocab_size is None else f" and below model.vocab_size = {vocab_size}"),
+        expected=f"tokens of 0 or more and below {'2**63' if vocab_size is None else f'model.vocab_size = {vocab_size}'}",
         hint=hint
         or "set model.vocab_size to the data tokenizer's size, or data.token_type to the file's actual type",
     )

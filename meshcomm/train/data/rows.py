@@ -7,12 +7,11 @@ import gzip
 import io
 import json
 import lzma
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
-from meshcomm.errors import TrainingError
+from meshcomm.errors import MeshcommError, TrainingError
 
 _OPENS: Final[dict[str, Callable[..., Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _STREAMS: Final[dict[str, Callable[[], Any]]] = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
@@ -20,17 +19,6 @@ _JSON: Final = (".jsonl", ".ndjson", ".json")
 _COLUMNS: Final = (".parquet", ".arrow")
 # The number of rows of a Parquet file that are decoded together.
 _AT_ONCE: Final = 1024
-# The errors of broken files and of rows that are not what their format says.
-BROKEN: Final = (
-    OSError,
-    EOFError,
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    RecursionError,
-    lzma.LZMAError,
-    zlib.error,
-)
 # How files begin that are not plain tokens or text, and how to read them.
 _FORMATS: Final = {
     b"PAR1": "a Parquet file",
@@ -76,7 +64,9 @@ def rows_of(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str,
                 if not isinstance(row, dict):
                     raise ValueError(f"a {type(row).__name__}, not an object with columns")
                 yield number, row
-    except BROKEN as error:
+    except MeshcommError:
+        raise
+    except Exception as error:
         raise TrainingError(
             "a row of the data cannot be read",
             given=f"{path}:{number}: {type(error).__name__}: {error}",

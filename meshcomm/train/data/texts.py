@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshcomm.config import DataConfig
-from meshcomm.errors import TrainingError
+from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.train.data.corpus import of_function
-from meshcomm.train.data.rows import BROKEN, foreign_format, has_rows, opened, rows_of
+from meshcomm.train.data.rows import foreign_format, has_rows, opened, rows_of
 
 
 class Document(NamedTuple):
@@ -88,7 +88,9 @@ def _text_in(path: Path, most: int) -> bytes:
     try:
         with opened(path) as file:
             text = file.read(most)
-    except BROKEN as error:
+    except MeshcommError:
+        raise
+    except Exception as error:
         raise TrainingError(
             "the training data cannot be read",
             given=f"data.files: {path}: {error}",

@@ -62,7 +62,7 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
                 )
         if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
             raise ValueError(f"an array of shape {tokens.shape} and type {tokens.dtype}")
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:
         raise TrainingError(
             "a token file cannot be read", given=f"{path}: {error}", expected=wanted, hint=hint
         ) from error
