@@ -158,9 +158,13 @@ def test_parts_weights_and_tools_are_read_as_transformers_and_openai_define_them
     expected = reference.apply_chat_template(plain, tools=tools, tokenize=False)
     for name, given in (("list", tools), ("text", json.dumps(tools))):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages, "tools": given}) + "\n")
-    # Arrow gives each message the keys of all others.
-    rows = pyarrow.Table.from_pylist([{"messages": plain, "tools": json.dumps(tools)}])
-    pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
+    # Arrow gives each message and each tool the keys of all others.
+    others = [{"type": "function", "function": {"name": "g", "strict": True}}]
+    table = pyarrow.Table.from_pylist(
+        [{"messages": plain, "tools": tools}, {"messages": plain[:2], "tools": others}]
+    )
+    assert "strict" in table["tools"][0].as_py()[0]["function"]
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     for answers_only in (True, False):
         for file in ("list.jsonl", "text.jsonl", "rows.parquet"):
             config = DataConfig(
