@@ -99,12 +99,12 @@ class DataConfig(Section):
     """With tokens: dtype of raw .bin files."""
     weights: FrozenList[float] = Field(default=(), examples=[[0.7, 0.3]])
     """With files, tokens or chat: relative sampling weight of each entry. Default []: each epoch reads every sample of all
-    files once.
+    entries once.
     """
     chat: FrozenList[Text] = Field(default=(), examples=[["conversations.jsonl"]])
     """Files of conversations with rows, in the formats of files. Each row has a list of messages, each with a role and
     content, or the texts prompt and completion, which are a user's message and the answer. The tokenizer's chat template
-    formats the messages.
+    formats the messages, and a row's tools. Answers with weight 0 are not targets.
     """
     answers_only: bool = False
     """With chat: use only the assistant's messages as targets."""

@@ -81,7 +81,16 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     digests = {"sha256": corpus.digest.hex()}
     if corpus.validation is not None:
         digests["validation_sha256"] = corpus.validation.digest.hex()
-    _same(mesh, {"data": digests})
+    hint = (
+        "in data.files, name files that are identical on every host; the default, the sources of Python's "
+        "standard library, differs between Python versions"
+    )
+    if data is not None and data.build:
+        hint = (
+            "data.build must return the samples of all ranks on every rank, in one order: meshcomm splits them. Leave out a split "
+            "by rank, such as split_dataset_by_node, and shuffle with the same seed"
+        )
+    _same(mesh, {"data": digests}, hint)
     return corpus
 
 
@@ -96,7 +105,8 @@ def agree_on_weights(mesh: Mesh, model: ModelConfig | None) -> None:
         digest = _digest_of(Path(str(model.pretrained)))
         # A rank that cannot read its folder says why when it reads the weights.
         if all(of_every_rank(mesh, digest)):
-            _same(mesh, {"model": {_WEIGHTS: digest}})
+            hint = "in model.pretrained, name folders with the same model and weights on every host"
+            _same(mesh, {"model": {_WEIGHTS: digest}}, hint)
 
 
 def _digest_of(folder: Path) -> str:
@@ -134,12 +144,12 @@ def corpus_of(sections: Sections, vocab_size: int = 0, cache: Path | None = None
     return load(data, model=model, vocab_size=vocab_size or None, cache=cache, seed=train.seed)
 
 
-def _same(mesh: Mesh, settings: dict[str, dict[str, Any]]) -> None:
-    """Raise on every rank if the settings differ."""
+def _same(mesh: Mesh, settings: dict[str, dict[str, Any]], hint: str = "") -> None:
+    """Raise on every rank if the settings differ. hint: what to try, in place of the same configuration."""
     digests = of_every_rank(mesh, hashlib.sha256(json.dumps(settings).encode()).hexdigest())
     if len(set(digests)) > 1:
         # Every rank sees the same table, so all ranks raise.
-        raise _differing(ranks_of(mesh), of_every_rank(mesh, settings))
+        raise _differing(ranks_of(mesh), of_every_rank(mesh, settings), hint)
 
 
 def _settings(section: BaseModel | None) -> dict[str, Any]:
@@ -147,7 +157,7 @@ def _settings(section: BaseModel | None) -> dict[str, Any]:
     return {} if section is None else section.model_dump(mode="json", exclude=_PATHS)
 
 
-def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingError:
+def _differing(ranks: list[int], settings: list[dict[str, Any]], hint: str) -> TrainingError:
     """Return an error that lists every differing field, with the most common value, unless there is a tie, and the values on
     other ranks.
     """
@@ -171,12 +181,8 @@ def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingErro
         f"ranks disagree on {', '.join(keys[:_SHOWN])}{more}{against}",
         given="\n".join(lines[:_SHOWN]),
         expected="the same on every rank",
-        hint="in data.files, name files that are identical on every host; the default, the sources of Python's "
-        "standard library, differs between Python versions"
-        if keys == ["data.sha256"]
-        else "in model.pretrained, name folders with the same model and weights on every host"
-        if keys == [f"model.{_WEIGHTS}"]
-        else f"start {ranks_text(sorted(odd))} with the same configuration{' as the others' if right else ''}",
+        hint=hint
+        or f"start {ranks_text(sorted(odd))} with the same configuration{' as the others' if right else ''}",
     )
 
 

@@ -31,6 +31,7 @@ from meshcomm.watching.words import made_at
 INTERRUPTED: Final = 130
 # A thread of a backend, for example.
 _ELSEWHERE = " in a thread that runs no Python"
+_BUS = ": a file that it had mapped, such as a token file, was made shorter, or /dev/shm is full"
 _FOLLOWED = "followed: lost a peer, or were ended by the launcher"
 
 
@@ -359,7 +360,8 @@ def without_error(
     """
     if code >= 0:
         return Failure(rank, label(rank), alive_at, f"ended with exit code {code}", code=code, raised=False)
-    what = f"was ended by {signal_text(-code)}{'' if own or not frame else _ELSEWHERE}"
+    why = _BUS if -code == signal.SIGBUS else ""
+    what = f"was ended by {signal_text(-code)}{why}{'' if own or not frame else _ELSEWHERE}"
     return Failure(rank, label(rank), alive_at, what, frame, code=128 - code, raised=False)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,29 @@ def test_ranks_that_would_train_something_else_are_named(pool: Pool, tmp_path: P
             f"{others * (rank != 0)}the folder for the run cannot be created: not a directory\n"
         )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+class OfRank:
+    """A stream that is split by rank already."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = int(os.environ["RANK"])
+        return iter([[number] * 9 for number in range(first, 20, 2)])
+
+
+def split(out: str) -> str:
+    """The error if each rank has another part of a stream."""
+    data = f'data={{ build = "{__name__}:OfRank", seq_len = 8 }}'
+    config = tiny("mesh.dims={ pp = 1, dp = 2, tp = 1 }", f'train.out="{out}"', data)
+    with meshcomm.init(config) as mesh, pytest.raises(TrainingError) as caught:
+        run(mesh, config, Callback())
+    return str(caught.value)
+
+
+def test_a_stream_that_is_split_by_rank_is_named(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(split, str(tmp_path / "run"), ranks=2):
+        assert told.startswith("ranks disagree on data.sha256") and "data.files" not in told
+        assert "Leave out a split by rank, such as split_dataset_by_node" in told
 
 
 def halves(out: str) -> str:

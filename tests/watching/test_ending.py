@@ -118,6 +118,7 @@ def test_what_the_ranks_knew_of_the_others_leads_to_the_end_of_the_chain() -> No
     # Ranks that ended well or were killed are ends of a chain like others.
     lines, code, _ = told([late(3, place(3, 0), place(0, 2), place(2)), late(0, place(0, 2))], {2: -9})
     assert lines[0] == "rank 2 (pp=0 tp=2) was ended by SIGKILL" and code == 137
+    assert "was ended by SIGBUS: a file that it had mapped" in told({}, {2: -7})[0][0]
 
 
 def test_an_error_that_was_seen_counts_where_its_rank_waits_for_nobody() -> None:

@@ -18,7 +18,7 @@ from meshcomm.train.data.corpus import IGNORED
 UserBatch: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
 
 _PLAIN: Final = ("inputs", "targets", "documents")
-_OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_ids")
+OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
 def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
@@ -41,7 +41,7 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
             f"the data of {whose} are not inputs and targets",
             given=f"a {type(batch).__name__}" + (f" of {len(parts)}: {kinds}" if parts else ""),
             expected="two tensors or trees of tensors, each with this rank's samples along axis 0, and optionally a third that "
-            f"numbers documents; or a dictionary with {', '.join(_PLAIN[:2])}, or with {', '.join(_OF_TRANSFORMERS[:2])}",
+            f"numbers documents; or a dictionary with {', '.join(_PLAIN[:2])}, or with {', '.join(OF_TRANSFORMERS[:2])}",
             hint="a generator that yields (inputs, targets), or (inputs, None) for a loss of your own that needs no targets",
         )
     device, dtype = engine.mesh.device, engine.split.dtype
@@ -70,7 +70,7 @@ def _of_mapping(engine: Engine, batch: Mapping[str, Any], whose: str) -> tuple[A
             expected="samples without padding: transformers leaves masked tokens out of this loss",
             hint="pack samples to equal lengths, or set output_router_logits = false",
         )
-    others = {*batch} - {*_OF_TRANSFORMERS}
+    others = {*batch} - {*OF_TRANSFORMERS}
     counts_in_loss = engine.model.own_loss is not None and not engine.model.counts_all_tokens
     if counts_in_loss and others and not others & {*_PLAIN}:
         return batch, None
@@ -115,7 +115,7 @@ def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
 
     Raises TrainingError for unknown or missing names; UnsupportedOp for masked tokens before others.
     """
-    known_names = _OF_TRANSFORMERS if "input_ids" in batch else _PLAIN
+    known_names = OF_TRANSFORMERS if "input_ids" in batch else _PLAIN
     missing = [] if "input_ids" in batch else [name for name in _PLAIN[:2] if name not in batch]
     unknown = [str(name) for name in batch if name not in known_names]
     are = torch.is_tensor if "input_ids" in batch else tensors_of
@@ -126,7 +126,7 @@ def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
             given=f"a dictionary of {kinds or 'nothing'}",
             expected=f"tensors under {', '.join(known_names)}"
             if unknown
-            else f"tensors: {', '.join(_PLAIN[:2])}, or {', '.join(_OF_TRANSFORMERS[:2])}",
+            else f"tensors: {', '.join(_PLAIN[:2])}, or {', '.join(OF_TRANSFORMERS[:2])}",
             hint=_way_out(batch, unknown) if unknown else "yield the loader's tensors under these names",
         )
     if known_names is _PLAIN:

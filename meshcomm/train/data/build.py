@@ -7,7 +7,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count, islice
+from itertools import count
 from typing import Any, final
 
 import numpy as np
@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshcomm.config import DataConfig
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.models.build import function_of
-from meshcomm.train.data.batch import named_of
+from meshcomm.train.data.batch import OF_TRANSFORMERS, named_of
 from meshcomm.train.data.batches import permuted
-from meshcomm.train.data.corpus import IGNORED, Corpus, DataPart, Samples, held_back, outside
+from meshcomm.train.data.corpus import IGNORED, Corpus, DataPart, Samples, held_back, of_function, outside
 
 # The number of samples that the digest of a dataset covers.
 _LOOKS = 16
@@ -52,10 +52,16 @@ def called(config: DataConfig, seed: int) -> Any:
     """
     name = config.build
     assert name is not None
+    hint = "put its module into the folder where meshcomm is started, or into a folder in PYTHONPATH"
     try:
         function = function_of(name)
-        taken, facts = inspect.signature(function).parameters, {"seed": seed, "seq_len": config.seq_len}
-        data = function(**{key: facts[key] for key in facts if key in taken} | dict(config.args))
+        signature, facts = inspect.signature(function), {"seed": seed, "seq_len": config.seq_len}
+        args = {key: facts[key] for key in facts if key in signature.parameters} | dict(config.args)
+        hint = f"data.args has the arguments of {name}{signature}"
+        signature.bind(**args)
+        hint = "call it in Python, without meshcomm: the function itself raises the error"
+        data = function(**args)
+        size = len(data) if by_index(data) else 0
     except MeshcommError:
         raise
     except Exception as error:
@@ -63,7 +69,7 @@ def called(config: DataConfig, seed: int) -> Any:
             f"data.build could not be called: {type(error).__name__}: {error}",
             given=f"build = {name!r}, args = {dict(config.args)}",
             expected="a function that every rank can import, and that accepts args by name",
-            hint="put its module into the folder where meshcomm is started, or into a folder in PYTHONPATH",
+            hint=hint,
         ) from error
     kind, hint = type(data).__name__, "for an iterable of batches, use a script with Trainer.run"
     fault = kind
@@ -73,9 +79,10 @@ def called(config: DataConfig, seed: int) -> Any:
         fault = f"{kind} of {', '.join(map(str, data)) or 'nothing'}"
         hint = 'return one of its splits; for datasets.load_dataset, data.args.split = "train"'
     elif by_index(data):
-        fault = "" if len(data) else f"{kind}, without samples"
+        fault = "" if size else f"{kind}, without samples"
     elif isinstance(data, Iterable):
-        fault = f"{kind}, which can be read only once" if iter(data) is data else ""
+        with of_function(name, "the stream"):
+            fault = f"{kind}, which can be read only once" if iter(data) is data else ""
     if fault:
         raise TrainingError(
             "data.build does not return a dataset",
@@ -148,7 +155,7 @@ class SampleForm:
     """
 
     def __init__(self, name: str, seq_len: int, vocab_size: int | None, packed: bool = False) -> None:
-        self._name, self._seq_len, self._vocab_size, self._packed = name, seq_len, vocab_size, packed
+        self.name, self._seq_len, self._vocab_size, self._packed = name, seq_len, vocab_size, packed
 
     def joined(self, samples: Sequence[tuple[int, Any]]) -> Samples:
         """Return the samples in (index, sample) pairs as arrays.
@@ -167,17 +174,19 @@ class SampleForm:
         documents: NDArray[Any] = np.zeros(0, dtype=np.int64)
         if isinstance(sample, Mapping) and "input_ids" in sample:
             # A batch of one sample has the meaning that it has in Trainer.step.
-            arrays = {name: self._array(number, value) for name, value in sample.items()}
+            if others := [str(name) for name in sample if name not in OF_TRANSFORMERS]:
+                raise self._wrong(number, f"a dict with {', '.join(map(str, sample))}", _without(others))
+            arrays = {name: self._array(number, value, name) for name, value in sample.items()}
             if arrays["input_ids"].dtype.kind not in "ui":
                 raise self._wrong(number, f"input_ids of {arrays['input_ids'].dtype}")
             rows = {name: torch.from_numpy(array.astype(np.int64))[None] for name, array in arrays.items()}
             # The last token has no target.
-            parts = [x[0, :-1].numpy() for x in named_of(rows, f"sample {number} of {self._name}")]
+            parts = [x[0, :-1].numpy() for x in named_of(rows, f"sample {number} of {self.name}")]
             sample, documents = (parts[0], parts[1]), parts[2] if len(parts) > 2 else documents
             if len(documents) and not self._packed:
                 raise UnsupportedOp(
                     f"sample {number} of data.build consists of several documents",
-                    given=f"{self._name}: position_ids that restart at 0, and data.document_mask = false",
+                    given=f"{self.name}: position_ids that restart at 0, and data.document_mask = false",
                     expected="samples of one document each; or data.document_mask = true",
                     hint="data.document_mask = true",
                 )
@@ -189,7 +198,9 @@ class SampleForm:
         targets: Any = None
         shifted = False
         if isinstance(sample, Mapping):
-            raise self._wrong(number, f"a dict with {', '.join(map(str, sample)) or 'nothing'}")
+            text = next((name for name, value in sample.items() if isinstance(value, str)), None)
+            names = ", ".join(map(str, sample)) or "nothing"
+            raise self._wrong(number, f"a dict with {names}", None if text is None else _texts_in(text))
         if isinstance(sample, tuple):
             if len(sample) != 2:
                 raise self._wrong(number, f"a tuple of {len(sample)}")
@@ -201,7 +212,9 @@ class SampleForm:
         if inputs.ndim != 1 or inputs.dtype.kind not in "ui" or are_features:
             if labels is None:
                 raise self._wrong(
-                    number, f"inputs of shape {inputs.shape} and {inputs.dtype}, without targets"
+                    number,
+                    f"inputs of shape {inputs.shape} and {inputs.dtype}, without targets",
+                    "return one sample for each index, not a batch; for inputs that are not tokens, a pair (inputs, targets)",
                 )
             return inputs, labels
         inputs = inputs.astype(np.int64)
@@ -214,30 +227,47 @@ class SampleForm:
         if shifted:
             inputs, labels = inputs[:-1], labels[1:]
         if not 0 < len(inputs) <= self._seq_len:
-            raise self._wrong(number, f"{len(inputs) + shifted} tokens, with data.seq_len = {self._seq_len}")
+            raise self._wrong(
+                number,
+                f"{len(inputs) + shifted} tokens, with data.seq_len = {self._seq_len}",
+                "set data.seq_len to the length of the longest sample, or truncate samples in the function",
+            )
         if inputs.min() < 0 or (self._vocab_size is not None and inputs.max() >= self._vocab_size):
             place = int(inputs.argmin() if inputs.min() < 0 else inputs.argmax())
-            where = f"position {place} of sample {number} of {self._name}"
-            raise outside(int(inputs[place]), self._vocab_size or 0, where)
+            where = f"position {place} of sample {number} of {self.name}"
+            raise outside(int(inputs[place]), self._vocab_size, where)
         more = self._seq_len - len(inputs)
         return np.pad(inputs, (0, more)), np.pad(labels, (0, more), constant_values=IGNORED)
 
-    def _array(self, number: int, value: Any) -> NDArray[Any]:
+    def _array(self, number: int, value: Any, name: str = "") -> NDArray[Any]:
+        """Return numbers as an array. name: the column that has them."""
+        what = f"{name}: {type(value).__name__}" if name else type(value).__name__
         try:
             array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
         except (TypeError, ValueError) as error:
-            raise self._wrong(number, f"{type(value).__name__}: {error}") from error
+            raise self._wrong(number, f"{what}: {error}") from error
         if array.dtype.kind not in "uifb":
-            raise self._wrong(number, type(value).__name__)
+            hint = _without([name]) if name else _texts_in("text") if isinstance(value, str) else None
+            raise self._wrong(number, what, hint)
         return array
 
-    def _wrong(self, number: int, what: str) -> TrainingError:
+    def _wrong(self, number: int, what: str, hint: str | None = None) -> TrainingError:
         return TrainingError(
             f"sample {number} of data.build is invalid",
-            given=f"{self._name}: {what}",
+            given=f"{self.name}: {what}",
             expected=_EXPECTED,
-            hint="set data.seq_len to the length of the longest sample, or truncate samples in the function",
+            hint=hint or "convert or leave out this sample in the function",
         )
+
+
+def _without(columns: list[str]) -> str:
+    """Return the hint for columns that are not numbers, or have another meaning than those of transformers."""
+    return f"leave out {', '.join(columns)}, as by dataset.remove_columns({columns})"
+
+
+def _texts_in(column: str) -> str:
+    """Return the hint for samples that are texts."""
+    return f'for rows of texts, {{"{column}": "..."}}, set data.tokenizer, also "bytes", and data.column = "{column}"'
 
 
 @final
@@ -254,7 +284,11 @@ class Indexed:
         """See DataPart."""
         if self._kept is not None:
             samples = permuted(samples + self._kept[0], len(self._data), [0])
-        return self._form.joined([(number, self._data[number]) for number in samples.tolist()])
+        pairs = []
+        for number in samples.tolist():
+            with of_function(self._form.name, f"sample {number} of {len(self._data)}"):
+                pairs.append((number, self._data[number]))
+        return self._form.joined(pairs)
 
     def cut(self, share: float) -> tuple[Indexed, Indexed]:
         """See DataPart. Samples may be sorted by kind, so the held-out samples are chosen at random."""
@@ -293,8 +327,11 @@ class Streamed:
             self._reader, self._next = self._epochs(), 0
         pairs = []
         for number in samples.tolist():
-            pairs.append((number, next(islice(self._reader, number - self._next, None))))
-            self._next = number + 1
+            while self._next <= number:
+                with of_function(self._name, f"sample {self._next}"):
+                    sample = next(self._reader)
+                self._next += 1
+            pairs.append((number, sample))
         return self._joined(pairs)
 
     def cut(self, share: float) -> tuple[DataPart, DataPart]:

@@ -6,21 +6,26 @@ import hashlib
 import json
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from meshcomm.config import DataConfig, ModelConfig
 from meshcomm.errors import TrainingError
 from meshcomm.train.data.build import Indexed, SampleForm
 from meshcomm.train.data.corpus import IGNORED, Corpus
-from meshcomm.train.data.rows import has_rows, rows_of
+from meshcomm.train.data.rows import has_rows, is_table, rows_of
 
 _EXPECTED: Final = (
     '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or '
     '{"prompt": "...", "completion": "..."}'
 )
 # The columns of a pair, and whose message each is.
-_ROLES: Final = {"prompt": "user", "completion": "assistant"}
+_ANSWER: Final = "assistant"
+_ROLES: Final = {"prompt": "user", "completion": _ANSWER}
 
 
 class Conversation(NamedTuple):
@@ -41,9 +46,11 @@ def chats(
     tokenizer = _tokenizer(config, model)
     most = config.seq_len + 1
     conversations = [
-        Conversation(*(token[:most] for token in _tokens(tokenizer, messages, config.answers_only, where)))
+        Conversation(
+            *(token[:most] for token in _tokens(tokenizer, messages, tools, config.answers_only, where))
+        )
         for path in files
-        for where, messages in _conversations(path)
+        for where, messages, tools in _conversations(path)
     ]
     conversations = [
         conversation
@@ -125,50 +132,134 @@ def _tokenizer(config: DataConfig, model: ModelConfig | None) -> Any:
     return tokenizer
 
 
-def _conversations(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the location and the messages of each row."""
+def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]], Any]]:
+    """Yield the location, the messages and the tools of each row. Raises TrainingError."""
     if not has_rows(path):
         raise TrainingError(
             "conversations cannot be read",
             given=f"{path}",
             expected="a file with rows: .jsonl, .parquet or .arrow",
         )
-    for number, row in rows_of(path, ("messages", *_ROLES)):
-        messages = row.get("messages")
-        if "messages" not in row and all(isinstance(row.get(column), str) for column in _ROLES):
-            messages = [{"role": role, "content": row[column]} for column, role in _ROLES.items()]
-        if not isinstance(messages, list):
+    for number, row in rows_of(path, ("messages", *_ROLES, "tools")):
+        where, given = f"{path}:{number}", f"{path}:{number}: {row!s:.80}"
+        if is_table(path):
+            row = _without_nulls(row)
+        messages, tools = row.get("messages"), row.get("tools")
+        pair = {role: row[column] for column, role in _ROLES.items() if row.get(column) is not None}
+        if messages is None and len(pair) == 2 and all(isinstance(text, str) for text in pair.values()):
+            messages = [{"role": role, "content": text} for role, text in pair.items()]
+        if not isinstance(messages, list) or not messages:
             raise TrainingError(
-                "a row is not a conversation", given=f"{path}:{number}: {row!s:.80}", expected=_EXPECTED
+                "a row is not a conversation",
+                given=given,
+                expected=_EXPECTED,
+                hint="rename the columns, such as conversations to messages, or data.build",
             )
-        yield f"{path}:{number}", messages
+        messages = [_message(message, f"{where}: message {place}") for place, message in enumerate(messages)]
+        # Some data sets repeat the first message as the prompt.
+        if any(text not in [message.get("content") for message in messages] for text in pair.values()):
+            raise TrainingError(
+                "a row has messages and another prompt or completion",
+                given=given,
+                expected=_EXPECTED,
+                hint="leave out the column messages, or the columns prompt and completion",
+            )
+        yield where, messages, tools
 
 
-def _tokens(tokenizer: Any, messages: Any, answers_only: bool, where: str) -> tuple[list[int], list[int]]:
+def _without_nulls(value: Any) -> Any:
+    """Return data without the keys that have no value: columns give each object the keys of all others."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+
+
+def _message(given: Any, where: str) -> dict[str, Any]:
+    """Return a message whose content is one text; a call of tools may be without text. Raises TrainingError."""
+    message: dict[str, Any] = given if isinstance(given, dict) else {}
+    role, content, weight = message.get("role"), message.get("content"), message.get("weight")
+    fault = ""
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        if len(texts) == len(content):
+            message = {**message, "content": "".join(texts)}
+        else:
+            fault = "the content has parts that are not texts"
+    elif not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+        fault = "it has no content"
+    if not isinstance(role, str):
+        fault = "it has no role"
+    if weight not in (None, 1) and (weight != 0 or role != _ANSWER):
+        fault = f"weight = {weight!r}, role = {role!r}"
+    if fault:
+        raise TrainingError(
+            "a message cannot be trained on",
+            given=f"{where}: {fault}; its keys are {', '.join(map(str, message)) or 'none'}",
+            expected="a role and a content, which is a text or a list of texts; an answer may have weight = 0",
+            hint="rename its keys, such as from and value, to role and content; data.build for content that is not text",
+        )
+    return message
+
+
+def _tokens(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any, answers_only: bool, where: str
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of a conversation and its labels. Answers whose weight is 0, as in OpenAI's format, do not count."""
+    # The messages whose labels are unlike those of the other messages.
+    unlike = [
+        message["role"] == _ANSWER and (message.get("weight") != 0) == answers_only for message in messages
+    ]
+    roles = [message["role"] for message in messages]
+    if unlike[0] or (answers_only and _ANSWER not in roles):
+        raise TrainingError(
+            "the answers of a conversation cannot be told from the other messages",
+            given=f"{where}: its roles are {', '.join(dict.fromkeys(roles))}"
+            + ", and it begins with an answer" * unlike[0],
+            expected=f"answers with the role {_ANSWER}, after a message with another role",
+            hint="rename the roles, leave out this row" + ", or data.answers_only = false" * answers_only,
+        )
+    hint = ""
     try:
-        tokens = _templated(tokenizer, messages)
-        if not answers_only:
-            return tokens, tokens
-        labels = [IGNORED] * len(tokens)
-        for place, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = _templated(tokenizer, messages[:place], add_generation_prompt=True)
-            until = _templated(tokenizer, messages[: place + 1])
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        render = partial(_templated, tokenizer, tools=tools)
+        tokens = render(messages)
+        if unused := _unused(tokenizer, messages, tools, tokens):
+            hint = f"data.tokenizer of a model that was trained with {unused}, or rows without {unused}"
+            raise ValueError(f"the template leaves out {unused}")
+        labels = [IGNORED] * len(tokens) if answers_only else [*tokens]
+        for place in np.flatnonzero(unlike).tolist():
+            before = render(messages[:place], add_generation_prompt=True)
+            until = render(messages[: place + 1])
             if until[: len(before)] != before or tokens[: len(until)] != until:
+                hint = "set data.answers_only = false, or use data.build with your own labels"
                 raise ValueError(
                     "the template renders the text before an answer differently when the answer follows"
                 )
-            labels[len(before) : len(until)] = until[len(before) :]
+            answer = slice(len(before), len(until))
+            labels[answer] = until[answer] if answers_only else [IGNORED] * (len(until) - len(before))
     except Exception as error:
         raise TrainingError(
             "the chat template does not accept this conversation",
             given=f"{where}: {type(error).__name__}: {error}",
             expected=_EXPECTED
             + ", and a template that renders the start of a conversation as the start of the full text",
-            hint="set data.answers_only = false, or use data.build with your own labels",
+            hint=hint or "another data.tokenizer, or data.build with your own labels",
         ) from error
     return tokens, labels
+
+
+def _unused(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, tokens: list[int]) -> str:
+    """Return what the template renders as if it were not there: the tools, or the calls of tools; "" if nothing."""
+    if tools and _templated(tokenizer, messages) == tokens:
+        return "tools"
+    for name in ("tool_calls", "function_call"):
+        without = [{key: value for key, value in message.items() if key != name} for message in messages]
+        # A template may need the content of a message without calls.
+        with suppress(Exception):
+            if without != messages and _templated(tokenizer, without, tools=tools) == tokens:
+                return name
+    return ""
 
 
 def _templated(tokenizer: Any, messages: Any, **more: Any) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
@@ -11,7 +12,8 @@ from typing import Any, Protocol, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshcomm.errors import TrainingError
+from meshcomm.config import DataConfig
+from meshcomm.errors import MeshcommError, TrainingError
 
 # The digest of a large file covers _LOOKS ranges of _STRETCH tokens.
 _LOOKS = 64
@@ -75,13 +77,12 @@ class Stream:
         """See DataPart. All arrays are int64 of shape (samples, sequence). Targets are shifted by one token."""
         offsets = samples * self._seq_len
         tokens = self.tokens[offsets[:, None] + self._window].astype(np.int64)
-        if self.vocab_size is not None and tokens.size:
-            for worst in (tokens.argmax(), tokens.argmin()):
-                sample, place = divmod(int(worst), tokens.shape[1])
-                token = int(tokens[sample, place])
-                if not 0 <= token < self.vocab_size:
-                    where = f"position {self._first + int(offsets[sample]) + place} of {self.name}"
-                    raise outside(token, self.vocab_size, where)
+        for worst in (tokens.argmax(), tokens.argmin()) if tokens.size else ():
+            sample, place = divmod(int(worst), tokens.shape[1])
+            position = int(offsets[sample]) + place
+            token = int(self.tokens[position])
+            if not 0 <= token < (self.vocab_size or 2**63):
+                raise outside(token, self.vocab_size, f"position {self._first + position} of {self.name}")
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if self._ends is not None:
             after = self._first + offsets[:, None] + self._window[1:]
@@ -177,15 +178,34 @@ def documents_in(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
     return numbers
 
 
-def outside(token: int, vocab_size: int, where: str, hint: str = "") -> TrainingError:
-    """Return the error for a token outside the vocabulary. where: the token's position in its file."""
+def outside(token: int, vocab_size: int | None, where: str, hint: str = "") -> TrainingError:
+    """Return the error for a token outside the vocabulary, whose size may be unknown. where: the token's position in its file."""
+    if token < 0:
+        hint = "inputs have no masked tokens: only labels may be -100. Otherwise, write the tokens with their actual type"
+    known = "" if vocab_size is None else f", but the model's vocabulary is 0 to {vocab_size - 1}"
     return TrainingError(
-        f"the data has token {token}, but the model's vocabulary is 0 to {vocab_size - 1}",
+        f"the data has token {token}{known}",
         given=f"{token} at {where}",
-        expected=f"tokens of 0 or more and below model.vocab_size = {vocab_size}",
+        expected=f"tokens of 0 or more and below {'2**63' if vocab_size is None else f'model.vocab_size = {vocab_size}'}",
         hint=hint
         or "set model.vocab_size to the data tokenizer's size, or data.token_type to the file's actual type",
     )
+
+
+@contextmanager
+def of_function(name: str, what: str) -> Iterator[None]:
+    """Turn an error of a user's dataset into a TrainingError. name: the function that returned it. what: what is read."""
+    try:
+        yield
+    except MeshcommError:
+        raise
+    except Exception as error:
+        raise TrainingError(
+            f"data.build: {what} cannot be read: {type(error).__name__}: {error}",
+            given=f"{what} of what {name} returned",
+            expected="a dataset that returns each of its samples, on every rank",
+            hint="read it in Python, without meshcomm: the error is raised by the dataset's own code",
+        ) from error
 
 
 def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
@@ -202,3 +222,29 @@ def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
 def held_back(count: int, share: float) -> int:
     """Return how many of `count` samples to set aside for validation (at least one)."""
     return min(count, max(1, round(count * share)))
+
+
+def eos_id_of(config: DataConfig, of_tokenizer: int | None, vocab_size: int | None) -> int | None:
+    """Return the token after each document, or None if attention may cross documents.
+
+    of_tokenizer: the tokenizer's. vocab_size: the number of tokens that the data or the model can have; None if it is unknown.
+    Raises TrainingError if no such token is defined, or if it is not among them.
+    """
+    if not config.document_mask:
+        return None
+    eos_id = of_tokenizer if config.eos_id is None else config.eos_id
+    if eos_id is None:
+        raise TrainingError(
+            "the end of a document is not defined",
+            given="data.document_mask = true, no eos and no eos_id",
+            expected="the token that ends a document",
+            hint="set data.eos with a tokenizer, or data.eos_id",
+        )
+    if vocab_size is not None and eos_id >= vocab_size:
+        raise TrainingError(
+            "no document would end: the token that ends a document is outside the vocabulary",
+            given=f"token {eos_id}, from {'the tokenizer' if config.eos_id is None else 'data.eos_id'}",
+            expected=f"0 to {vocab_size - 1}, the tokens that the model and the data can have",
+            hint="data.eos_id of the tokenizer that made the tokens, or a larger model.vocab_size",
+        )
+    return eos_id

@@ -38,7 +38,8 @@ def sample(kind):
         "image": (torch.zeros(2, 2), torch.tensor(3.0)),
         "features": ([1, 2, 3], 2), "regression": ([1, 2, 3], [0.5, 1.5, 2.5]), "several": ([1, 2, 300], [[1, 0]]),
         "long": list(range(6)), "empty": [], "text": "abc", "triple": (1, 2, 3), "nameless": {"x": 1},
-        "negative": [3, -1, 3], "high": [3, 999, 3], "uneven": ([1, 2], [1]), "alone": torch.zeros(2, 2),
+        "extra": {"input_ids": [1, 2], "text": "a"}, "rows": [[1, 2], [3, 4]], "none": None, "column": {"body": "a"},
+        "letters": {"input_ids": [1, 2], "labels": "ab"}, "negative": [3, -1, 3], "high": [3, 999, 3], "uneven": ([1, 2], [1]), "alone": torch.zeros(2, 2),
     }[kind]]
 
 def changing(add, drawn):
@@ -81,6 +82,30 @@ class Counted(torch.utils.data.IterableDataset):
 
 def stream(**args):
     return Counted(**args)
+
+class Failing(Squares):
+    def __init__(self, place):
+        self.place = place
+    def __len__(self):
+        if self.place == "len":
+            raise OSError("no such disk")
+        return 20
+    def __getitem__(self, index):
+        return [[index] * 3 for _ in range(7)][index] if self.place == "end" else [1] * (3 + 1 // (index - 7))
+
+def failing(place):
+    return Failing(place)
+
+class Ending(torch.utils.data.IterableDataset):
+    def __init__(self, place, texts):
+        self.place, self.texts = place, texts
+    def __iter__(self):
+        for number in range(self.place):
+            yield {"text": "word " * 9} if self.texts else [number] * 3
+        next(iter([]))
+
+def ending(place, texts=False):
+    return Ending(place, texts)
 
 def rows():
     return [{"content": "word " * number} for number in range(30)]
@@ -171,6 +196,9 @@ def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -
                 ("nameless", "a dict with x"),
                 ("uneven", "2 tokens and 1 targets. Integers that are not tokens have"),
                 ("alone", "without targets"),
+                ("none", "NoneType"),
+                ("extra", "a dict with input_ids, text"),
+                ("letters", "labels: str"),
             )
         ),
         (("sample", {"args": {"kind": "negative"}}), "the data has token -1", "sample 0"),
@@ -183,6 +211,49 @@ def test_what_a_function_must_return_is_said(loaders: None, config: Any, what: s
         text.load(named(function, **more), vocab_size=10)
     assert caught.value.what.startswith(what), caught.value.what
     assert given in str(caught.value.given) and caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "hint"),
+    [
+        ("sample", {"kind": "long"}, "data.seq_len"),
+        ("sample", {"kind": "text"}, 'for rows of texts, {"text": "..."}, set data.tokenizer'),
+        ("sample", {"kind": "column"}, 'data.column = "body"'),
+        ("sample", {"kind": "extra"}, "dataset.remove_columns(['text'])"),
+        ("sample", {"kind": "letters"}, "dataset.remove_columns(['labels'])"),
+        ("sample", {"kind": "rows"}, "return one sample for each index, not a batch"),
+        ("sample", {"kind": "none"}, "leave out this sample"),
+        ("sample", {"kind": "negative"}, "only labels may be -100"),
+        ("sample", {"kinds": 1}, "data.args has the arguments of some_loaders:sample(kind)"),
+        ("raises", {}, "the function itself raises the error"),
+        ("missing", {}, "PYTHONPATH"),
+    ],
+)
+def test_the_way_out_fits_what_was_returned(loaders: None, function: str, args: Any, hint: str) -> None:
+    with pytest.raises(TrainingError) as caught:
+        text.load(named(function, args=args))
+    assert hint in str(caught.value.hint)
+    assert ("seq_len to the length" in str(caught.value.hint)) == (args == {"kind": "long"})
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "more", "what"),
+    [
+        ("failing", {"place": 7}, {}, "sample 7 of 20 cannot be read: ZeroDivisionError"),
+        ("failing", {"place": "end"}, {}, "sample 7 of 20 cannot be read: IndexError"),
+        ("failing", {"place": 7}, {"tokenizer": "bytes"}, "a row has no text in the column 'text'"),
+        ("failing", {"place": "len"}, {}, "could not be called: OSError: no such disk"),
+        ("ending", {"place": 9}, {}, "sample 9 cannot be read: RuntimeError: generator raised StopIteration"),
+        ("ending", {"place": 4, "texts": True}, {"tokenizer": "bytes"}, "row 5 cannot be read: RuntimeError"),
+    ],
+)
+def test_an_error_of_a_dataset_names_the_function_and_the_sample(
+    loaders: None, function: str, args: Any, more: Any, what: str
+) -> None:
+    with pytest.raises(TrainingError) as caught:
+        Batches(text.load(named(function, args=args, **more)), global_batch_size=20, seed=0)(1)
+    assert what in caught.value.what
+    assert f"some_loaders:{function}" in str(caught.value.given) and caught.value.hint
 
 
 # -- streams --------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from meshcomm.config import DataConfig
@@ -88,7 +90,43 @@ def test_what_is_too_long_is_cut_and_what_has_no_answer_left_is_left_out(tmp_pat
     [
         ("{", r"chat\.jsonl:2: JSONDecodeError"),
         ('{"text": "x"}', r"chat\.jsonl:2: \{'text': 'x'\}"),
-        ('{"messages": [{"role": "assistant"}]}', r"chat\.jsonl:2: "),
+        ('{"messages": [{"role": "assistant"}]}', r"chat\.jsonl:2: message 0: it has no content"),
+        ('{"messages": ["hi"]}', r"chat\.jsonl:2: message 0: it has no role"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"content": "y"}]}',
+            r":2: message 1: it has no role",
+        ),
+        (
+            '{"messages": [{"from": "gpt", "value": "y"}]}',
+            r":2: message 0: it has no role; its keys are from, value",
+        ),
+        ('{"messages": [{"role": "user", "content": null}]}', r":2: message 0: it has no content"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            r":2: message 0: .*not texts",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}',
+            r":2: message 0: weight = 0\.5",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "x", "weight": 0}]}',
+            r":2: message 0: weight = 0, role = 'user'",
+        ),
+        (
+            '{"messages": [{"role": "human", "content": "x"}, {"role": "gpt", "content": "y"}]}',
+            r":2: its roles are human, gpt",
+        ),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', r":2: .* it begins with an answer"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "tools": [{"a": 1}]}',
+            r":2: ValueError: the template leaves out tools",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": [1]}]}',
+            r":2: ValueError: the template leaves out tool_calls",
+        ),
+        ('{"messages": [], "tools": "["}', r":2: \{'messages': \[\]"),
     ],
 )
 def test_lines_that_are_no_conversations_are_named(tmp_path: Path, line: str, said: str) -> None:
@@ -99,6 +137,44 @@ def test_lines_that_are_no_conversations_are_named(tmp_path: Path, line: str, sa
     )
     with pytest.raises(TrainingError, match=said):
         load(config)
+
+
+def test_parts_weights_and_tools_are_read_as_transformers_and_openai_define_them(tmp_path: Path) -> None:
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE.replace(
+        "{{ message['content'] }}",
+        "{{ message.content }}{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}",
+    )
+    folder = folder_of(tmp_path / "tok", template)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    call = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+        {"role": "assistant", "content": "no", "weight": 0},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "", "tool_calls": call, "weight": 1},
+    ]
+    plain = [{**messages[0], "content": "hi"}, *messages[1:]]
+    expected = reference.apply_chat_template(plain, tools=tools, tokenize=False)
+    for name, given in (("list", tools), ("text", json.dumps(tools))):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages, "tools": given}) + "\n")
+    # Arrow gives each message and each tool the keys of all others.
+    others = [{"type": "function", "function": {"name": "g", "strict": True}}]
+    table = pyarrow.Table.from_pylist(
+        [{"messages": plain, "tools": tools}, {"messages": plain[:2], "tools": others}]
+    )
+    assert "strict" in table["tools"][0].as_py()[0]["function"]
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    for answers_only in (True, False):
+        for file in ("list.jsonl", "text.jsonl", "rows.parquet"):
+            config = DataConfig(
+                seq_len=256, chat=(f"{tmp_path}/{file}",), tokenizer=str(folder), answers_only=answers_only
+            )
+            (inputs,), (targets,) = load(config).parts[0].read(np.array([0]))
+            assert text_of(inputs) == expected[:-1], file
+            last, found = json.dumps(call) + ";", text_of(targets).rstrip("_")
+            assert "no" not in found and found.endswith(last)
+            assert found.lstrip("_") == last if answers_only else found.startswith(expected[1:20])
 
 
 def test_a_template_that_is_missing_or_hides_answers_and_other_sources_are_refused(tmp_path: Path) -> None:

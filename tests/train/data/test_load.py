@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,20 @@ def test_the_default_text_is_the_standard_library(tmp_path: Path) -> None:
     assert list(corpus.files) == files[: len(corpus.files)]
 
 
-def test_files_and_globs_are_read_once_and_sorted(tmp_path: Path) -> None:
+def test_files_are_sorted_and_read_as_often_as_entries_match_them(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c.md"):
         (tmp_path / name).write_text(name * 3)
-    corpus = text.load(DataConfig(files=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt"), seq_len=4))
-    assert bytes(tokens_of(corpus)) == b"a.txta.txta.txtb.txtb.txtb.txt"
-    assert [file.name for file in corpus.files] == ["a.txt", "b.txt"]
+    once = text.load(DataConfig(files=(f"{tmp_path}/b.txt", f"{tmp_path}/a*"), seq_len=4))
+    assert bytes(tokens_of(once)) == b"a.txta.txta.txtb.txtb.txtb.txt"
+    entries = f"{tmp_path}/*.txt", f"{tmp_path}/b.txt"
+    twice = text.load(DataConfig(files=entries, seq_len=4))
+    assert bytes(tokens_of(twice)) == b"a.txt" * 3 + b"b.txt" * 6
+    assert [file.name for file in twice.files] == ["a.txt", "b.txt", "b.txt"]
+    mixed = text.load(DataConfig(files=entries, weights=(1.0, 1.0), seq_len=4))
+    assert bytes(tokens_of(mixed)) == bytes(tokens_of(twice))
+    np.save(tmp_path / "a.npy", np.arange(9))
+    tokens = text.load(DataConfig(tokens=(f"{tmp_path}/a.npy",) * 3, seq_len=4))
+    assert tokens_of(tokens) == [*range(9)] * 3
 
 
 @pytest.mark.parametrize(
@@ -92,9 +101,18 @@ def test_text_through_a_tokenizer_ends_each_document_and_is_tokenised_once(tmp_p
         assert tokens_of(corpus) == [1, 2, 0, 4, 3, 4] and corpus.unit == "tokens" and corpus.size == 6
     (kept,) = (tmp_path / "out").iterdir()
     assert np.load(kept).dtype == np.uint16
-    # The tokens are read from there, not made again.
-    np.save(kept, np.full(6, 3, np.uint16))
-    assert tokens_of(text.load(config, cache=tmp_path / "out")) == [3] * 6
+    # The tokens are read from there, not made again, unless they were changed.
+    made, content = kept.stat().st_ino, kept.read_bytes()
+    assert tokens_of(text.load(config, cache=tmp_path / "out")) == [1, 2, 0, 4, 3, 4]
+    assert kept.stat().st_ino == made
+    flipped = [
+        content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :] for place in range(len(content))
+    ]
+    for other in (b"", content[:-1], content[:-32], content[:60], content + b"\0", *flipped[::5]):
+        kept.unlink()
+        kept.write_bytes(other)
+        assert tokens_of(text.load(config, cache=tmp_path / "out")) == [1, 2, 0, 4, 3, 4]
+        assert kept.read_bytes() == content and len([*kept.parent.iterdir()]) == 1
     assert tokens_of(text.load(config)) == [1, 2, 0, 4, 3, 4]
     (tmp_path / "b.txt").write_text("three three")
     assert tokens_of(text.load(config, cache=tmp_path / "out")) == [1, 2, 0, 4, 3, 3, 4]
@@ -153,6 +171,8 @@ def test_digests_of_token_files_tell_them_apart(tmp_path: Path) -> None:
 
 def test_token_files_that_cannot_be_trained_on_are_told(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"abc")
+    (tmp_path / "zero.bin").write_bytes(b"")
+    (tmp_path / "zero.npy").write_bytes(b"")
     np.save(tmp_path / "square.npy", np.zeros((4, 4), np.uint16))
     np.save(tmp_path / "real.npy", np.zeros(40))
     np.save(tmp_path / "high.npy", np.full(40, 300, np.uint16))
@@ -160,6 +180,8 @@ def test_token_files_that_cannot_be_trained_on_are_told(tmp_path: Path) -> None:
     (tmp_path / "text.npy").write_text("no array")
     for name, what, given in (
         ("odd.bin", "a token file cannot be read", "3 bytes are not a whole number of 2-byte tokens"),
+        ("zero.bin", "a token file cannot be read", "zero.bin: it is empty"),
+        ("zero.npy", "a token file cannot be read", "zero.npy: No data left"),
         ("square.npy", "a token file cannot be read", "shape (4, 4)"),
         ("real.npy", "a token file cannot be read", "float64"),
         ("text.npy", "a token file cannot be read", "text.npy"),
@@ -220,6 +242,53 @@ def test_tokens_of_another_width_are_not_misread(tmp_path: Path, wide: str, kind
         return
     with pytest.raises(TrainingError, match=r"as if tokens were wider|the model's vocabulary"):
         text.load(config, vocab_size=most)
+
+
+def test_tokens_that_look_wider_are_read_from_a_file_that_states_their_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = np.array([100, 1, 2, 3, 400, 1, 2, 3] * 20, "<u2")
+    records.tofile("a.bin")
+    with pytest.raises(TrainingError, match="as if tokens were wider") as caught:
+        text.load(DataConfig(tokens=("a.bin",), seq_len=8))
+    (call,) = re.findall(r"np\.save\(.*\)\)", str(caught.value.hint))
+    exec(call, {"np": np})
+    assert tokens_of(text.load(DataConfig(tokens=("a.npy",), seq_len=8))) == records.tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [None, 100])
+def test_negative_tokens_are_refused_with_their_place(tmp_path: Path, vocab_size: int | None) -> None:
+    for kind, token in (("<i4", -100), ("<i8", -5), ("<u8", 2**64 - 5)):
+        tokens = np.full(40, 7, kind)
+        tokens[21] = token
+        np.save(tmp_path / "a.npy", tokens)
+        with pytest.raises(TrainingError, match=f"the data has token {token}") as caught:
+            text.load(DataConfig(tokens=(f"{tmp_path}/a.npy",), seq_len=8), vocab_size=vocab_size)
+        assert str(caught.value.given).endswith(f"at position 21 of {tmp_path}/a.npy")
+        assert "0 to -1" not in str(caught.value)
+        assert (token < 0) == ("only labels may be -100" in str(caught.value.hint))
+
+
+def test_suffixes_in_capitals_are_those_in_lower_case(tmp_path: Path) -> None:
+    lines = b'{"text": "some"}\n{"text": "more"}\n'
+    for name, content in (
+        ("A.JSONL", lines),
+        ("A.Json", b"[" + lines.strip().replace(b"\n", b",") + b"]"),
+        ("A.JSONL.GZ", gzip.compress(lines)),
+        ("a.jsonl.Bz2", bz2.compress(lines)),
+        ("a.NDJSON.XZ", lzma.compress(lines)),
+    ):
+        (tmp_path / name).write_bytes(content)
+        corpus = text.load(DataConfig(files=(f"{tmp_path}/{name}",), column="text", seq_len=4))
+        assert bytes(tokens_of(corpus)) == b"some\nmore\n", name
+    np.save(tmp_path / "a.npy", np.arange(40, dtype="<u2"))
+    (tmp_path / "a.npy").rename(tmp_path / "B.NPY")
+    np.arange(40, dtype="<u2").tofile(tmp_path / "C.BIN")
+    for name in ("B.NPY", "C.BIN"):
+        assert tokens_of(text.load(DataConfig(tokens=(f"{tmp_path}/{name}",), seq_len=4))) == [*range(40)]
+    with pytest.raises(ConfigError, match="token_type"):
+        text.load(DataConfig(tokens=(f"{tmp_path}/B.NPY",), token_type="uint16", seq_len=4))
 
 
 def test_narrow_tokens_are_read(tmp_path: Path) -> None:

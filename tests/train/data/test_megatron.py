@@ -118,6 +118,11 @@ def test_settings_of_raw_files_are_refused_for_files_with_an_index(tmp_path: Pat
             text.load(config)
         both = text.load(config.model_copy(update={"tokens": (path, f"{tmp_path}/raw.bin")}))
         assert both.samples == 4 + 9
+    # The suffixes in capitals.
+    for old, new in (("a.bin", "B.BIN"), ("a.idx", "B.IDX")):
+        (tmp_path / new).write_bytes((tmp_path / old).read_bytes())
+    (part,) = text.load(DataConfig(tokens=(f"{tmp_path}/B.BIN",), seq_len=4)).parts
+    assert isinstance(part, Stream) and part.tokens.dtype == np.int32
     with pytest.raises(TrainingError, match=r"whose tokens are in its \.bin file"):
         text.load(DataConfig(tokens=(str(tmp_path / "a.idx"),), seq_len=4))
 

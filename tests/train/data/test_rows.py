@@ -111,6 +111,16 @@ def test_rows_are_those_that_the_library_of_the_format_reads(
         assert again.digest == plain.digest and again.files == (packed,)
 
 
+def test_streams_that_follow_one_another_are_one_text(tmp_path: Path) -> None:
+    large = np.random.default_rng(0).bytes(30_000).hex().encode()
+    for suffix, pack in ((".bz2", bz2.compress), (".xz", lzma.compress), (".gz", gzip.compress)):
+        # Streams may be empty, and followed by zeros.
+        content = pack(large) + pack(b"") + pack(b" and more") + b"\0" * 9000
+        (tmp_path / f"a.txt{suffix}").write_bytes(content)
+        corpus = text.load(DataConfig(files=(f"{tmp_path}/a.txt{suffix}",), seq_len=8))
+        assert bytes(tokens_of(corpus)) == large + b" and more", suffix
+
+
 def test_compressed_text_is_one_document(tmp_path: Path) -> None:
     content = b"one two\nthree\n" * 50
     (tmp_path / "a.txt").write_bytes(content)
@@ -146,8 +156,8 @@ def test_each_row_ends_as_a_document_and_is_tokenised_once(tmp_path: Path) -> No
     corpus = text.load(config, cache=tmp_path / "out")
     assert tokens_of(corpus) == [1, 2, 4, 4, 3, 4, 2, 4] and len(corpus.files) == 2
     (kept,) = (tmp_path / "out").iterdir()
-    np.save(kept, np.full(8, 3, np.uint16))
-    assert tokens_of(text.load(config, cache=tmp_path / "out")) == [3] * 8
+    made = kept.stat().st_ino
+    assert text.load(config, cache=tmp_path / "out").digest == corpus.digest and kept.stat().st_ino == made
     # The bytes of a row end with the token that ends a document.
     rows = config.model_copy(update={"tokenizer": "bytes", "eos_id": 0, "files": config.files[:1]})
     assert bytes(tokens_of(text.load(rows))) == b"one two\0\0three\0"
@@ -191,6 +201,13 @@ def test_broken_files_and_rows_are_named(tmp_path: Path, monkeypatch: pytest.Mon
         "bits.jsonl.xz": (lzma.compress(noise)[:-99], "bits.jsonl.xz:"),
         "plain.jsonl.gz": (lines, "plain.jsonl.gz:0: BadGzipFile"),
         "short.jsonl.zst": (zstd(noise)[:-99], "short.jsonl.zst:"),
+        "deep.jsonl": (b'{"text": ' + b"[" * 99_999, "deep.jsonl:1: RecursionError"),
+        # What follows the first stream: a damaged one, a part of one, and none.
+        "junk.txt.bz2": (bz2.compress(b"text") + b"junk", "junk.txt.bz2: Invalid data stream"),
+        "junk.txt.xz": (lzma.compress(b"text") + b"junk" * 4, "junk.txt.xz: Input format not supported"),
+        "junk.jsonl.xz": (lzma.compress(b'{"text": "a"}\n') + b"\1", "junk.jsonl.xz:1: EOFError"),
+        "next.jsonl.bz2": (bz2.compress(b'{"text": "a"}\n') * 2 + b"B", "next.jsonl.bz2:2: EOFError"),
+        "empty.jsonl.bz2": (b"", "empty.jsonl.bz2:0: EOFError"),
         "plain.txt.gz": (b"text", "plain.txt.gz: Not a gzipped file"),
         "packed.parquet.zst": (zstd(parquet), "packed.parquet.zst:0: "),
         "short.parquet": (parquet[:-99], "short.parquet:0: ArrowInvalid"),
@@ -254,7 +271,7 @@ def test_pairs_are_conversations_in_every_format(tmp_path: Path) -> None:
     pairs = [{"prompt": f"q{number}", "completion": f"a{number}"} for number in range(9)]
     talks: list[Any] = [
         {
-            "prompt": "ignored",
+            "prompt": pair["prompt"],
             "messages": [
                 {"role": "user", "content": pair["prompt"]},
                 {
@@ -295,9 +312,11 @@ def test_pairs_are_conversations_in_every_format(tmp_path: Path) -> None:
         ({"prompt": "a"}, "'prompt': 'a'"),
         ({"prompt": 1, "completion": "b"}, "1"),
         ({"messages": None}, "None"),
+        (talks[0] | {"prompt": "another"}, "another"),
+        ({"completion": "another"} | talks[0], "another"),
     ):
         (tmp_path / "bad.jsonl").write_text(json.dumps(pairs[0]) + "\n" + json.dumps(row))
-        with pytest.raises(TrainingError, match="a row is not a conversation") as caught:
+        with pytest.raises(TrainingError, match=r"a row (is not a conversation|has messages and)") as caught:
             text.load(base.model_copy(update={"chat": (f"{tmp_path}/bad.jsonl",)}))
         assert "bad.jsonl:2: " in str(caught.value.given) and said in str(caught.value.given)
 
