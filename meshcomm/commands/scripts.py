@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import join
 from typing import Annotated, Any, final
 
 import typer
@@ -47,7 +48,7 @@ class ScriptCommand(Command):
         found = [(self._option_of(word), place) for place, word in enumerate(rest[1:], 1)]
         # A value that was given before the script shows that the later one is the script's.
         late = [(option, place) for option, place in found if option and not _is_given(ctx, option)]
-        if late and is_single():
+        if late and is_single() and not ctx.resilient_parsing:
             self._say_late(ctx, ours, rest, late)
         return parsed
 
@@ -66,9 +67,9 @@ class ScriptCommand(Command):
         names = ", ".join(rest[place].partition("=")[0] for _, place in late)
         verb = "stands" if len(late) == 1 else "stand"
         what = f"{names} {verb} behind {rest[0]}, and so {'belongs' if verb == 'stands' else 'belong'} to the script"
-        way = " ".join(["meshcomm", str(self.name), *ours, *moved, *kept])
+        way = join(["meshcomm", str(self.name), *ours, *moved, *kept])
         # Without CONFIG, only the option tells the number of ranks.
-        if ctx.params["first"] == Path(rest[0]) and any(option.name == "world" for option, _ in late):
+        if ctx.params.get("first") == Path(rest[0]) and any(option.name == "world" for option, _ in late):
             raise LaunchError(
                 what,
                 given=f"a script without CONFIG, and no --world-size before {rest[0]}",

@@ -24,6 +24,8 @@ def simulate(
     from meshcomm.config import load_config
 
     settings = None if config is None else load_config(config, overrides or ())
+    if settings is not None and world is None:
+        world = settings.mesh.smallest_world()
     announce("simulating", script, settings, world)
     from meshcomm.simulator.run import simulate_script
 

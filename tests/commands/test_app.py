@@ -367,6 +367,9 @@ def test_an_option_behind_the_script_is_noted_if_the_script_may_have_it_too(
         "meshcomm: --seed, --set stand behind x.py, and so belong to the script; if meshcomm is meant: "
         "meshcomm simulate --world-size 2 --seed 3 --set a=1 x.py\n"
     )
+    assert meshcomm("parity", QUICK, "nope.py", "--steps", "3").stderr.startswith(
+        "meshcomm: --steps stands behind"
+    )
     # A value before the script, or a word that is no option of the command.
     for more in (["--seed", "1"], []):
         late = ["--seed", "3"] if more else ["--lr", "3"]
