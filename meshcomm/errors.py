@@ -61,6 +61,13 @@ class MeshcommError(Exception):
         ]
 
 
+def parts_of(error: BaseException) -> dict[str, Any]:
+    """Return an error as plain data: type, what, given, expected and try, of which an error of other code has the first two."""
+    ours = error if isinstance(error, MeshcommError) else MeshcommError(str(error))
+    parts = {"what": ours.what, "given": ours.given, "expected": ours.expected, "try": ours.hint}
+    return {"type": type(error).__name__, **parts}
+
+
 class ConfigError(MeshcommError):
     """A configuration file or override is invalid. The error lists every problem found, not only the first."""
 

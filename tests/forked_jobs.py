@@ -69,8 +69,8 @@ class Job:
             self._process.kill()
             self._process.join()
             raise TimeoutError(self._err.read_text())
-        # Remove the notes of torch's store and Gloo about peers that vanish.
-        notes = ("[W", "[/", "[E")
+        # Remove the notes of torch's store and Gloo about peers that vanish, and the lines about the start.
+        notes = ("[W", "[/", "[E", "meshcomm: starting ", "meshcomm: the ranks are up ")
         err = [line for line in self._err.read_text().splitlines(True) if not line.startswith(notes)]
         return code, self._out.read_text(), "".join(err)
 

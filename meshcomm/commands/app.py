@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from meshcomm.errors import ConfigError, MeshcommError
+from meshcomm.errors import ConfigError, MeshcommError, parts_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -114,11 +116,18 @@ class Commands(TyperGroup):
             with formatter.section(title):
                 formatter.write_dl(rows)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Look for --json before a script, because an error may come before the command's own options are parsed."""
+        ctx.meta[AsJson] = "--json" in before_script(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the arguments name."""
         try:
             return super().invoke(ctx)
         except MeshcommError as error:
+            if ctx.meta[AsJson]:
+                show_facts({"error": parts_of(error)}, True, str)
             # All ranks on a host read the same file, so only the first rank reports errors in it.
             local = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
             if local == "0" or not isinstance(error, ConfigError):
@@ -131,6 +140,59 @@ def say(error: MeshcommError) -> None:
     from meshcomm.show.page import Line, terminal
 
     terminal(10_000, stderr=True).print(Line(str(error)), crop=False)
+
+
+def before_script(args: Sequence[str]) -> Sequence[str]:
+    """Return the arguments up to the first one that ends in .py. All later ones are the script's."""
+    return args[: next((place for place, word in enumerate(args) if word.endswith(".py")), len(args))]
+
+
+def announce(
+    verb: str, name: object, settings: Config | None = None, world: int | None = None, end: str = ""
+) -> None:
+    """Print on stderr what a command is about to do: `starting 8 ranks of mesh.toml: dp=4 tp=2`.
+
+    Called before torch is imported, which takes seconds. A process that a launcher has started as a rank prints nothing.
+    """
+    if not is_single():
+        return
+    from meshcomm.layout.sizes import coords_text
+    from meshcomm.show.units import count
+
+    how_many, sizes = "one rank per GPU", "" if settings is None else f": {coords_text(settings.mesh.dims)}"
+    if settings is None or not counts_gpus(settings, world):
+        world = world_of(settings, world)
+        how_many = count(world, "rank")
+        sizes = "" if settings is None else f": {coords_text(settings.mesh.sizes(world))}"
+    print(f"meshcomm: {verb} {how_many} of {name}{sizes}{end}", file=sys.stderr, flush=True)
+
+
+def is_single() -> bool:
+    """Return whether no launcher has started this process as a rank."""
+    from meshcomm.rendezvous.launcher import launch_of_command
+
+    return launch_of_command(os.environ).kind == "single"
+
+
+def counts_gpus(settings: Config, world: int | None) -> bool:
+    """Return whether the number of ranks to start is that of the GPUs of this host, if there are any."""
+    return world is None and -1 in settings.mesh.dims.values() and settings.mesh.device != "cpu"
+
+
+def world_of(settings: Config | None, world: int | None) -> int:
+    """Return the number of ranks to start: `world` if given, otherwise the number that the mesh sizes require, or one for
+    each GPU on this host.
+    """
+    if world is not None:
+        return world
+    # A script without CONFIG has one: see `named`.
+    assert settings is not None
+    if counts_gpus(settings, world):
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+    return settings.mesh.smallest_world()
 
 
 def first_paragraph(text: str | None) -> str:
@@ -191,6 +253,13 @@ Replace = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+# Of the commands whose processes print, too.
+JsonAtEnd = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print the result as JSON on stdout, at the end. All other output goes to stderr."
+    ),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -237,6 +306,23 @@ def discovered_topology(settings: Config) -> TopologyConfig:
     from meshcomm.predict.links import discovered
 
     return discovered(settings.topology, os.environ)
+
+
+@contextmanager
+def stdout_as_stderr(redirected: bool) -> Iterator[None]:
+    """In this block, what this process and those that it starts print on stdout goes to stderr, if `redirected`."""
+    if not redirected:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def show_facts(facts: Facts, json: bool, view: Callable[[Facts], RenderableType], width: int = 100) -> None:

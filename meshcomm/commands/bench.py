@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from meshcomm.commands.app import AsJson, Operations, Overrides, command, discovered_topology, show_facts
+from meshcomm.commands.app import (
+    AsJson,
+    Operations,
+    Overrides,
+    announce,
+    command,
+    discovered_topology,
+    show_facts,
+    world_of,
+)
 from meshcomm.errors import ConfigError
 from meshcomm.show.page import Cells, Facts, Line, PagePart, View, page_view
 from meshcomm.show.units import count, read_bytes, seconds_text, size_text
@@ -82,19 +91,22 @@ def bench(
     The exit code is that of the rank that caused the failure: 1 for an error, 2 for incorrect usage, 128 + signal; 130 after
     Ctrl-C.
     """
-    from meshcomm.commands.measure import Asked, chosen_dims, items
-    from meshcomm.commands.processes import start_job, world_of
     from meshcomm.config import load_config
     from meshcomm.predict.fit import check_sizes
     from meshcomm.predict.times import named_operations
     from meshcomm.rendezvous.launcher import find_launch
 
     sizes = [read_bytes(text) for text in size or _SIZES]
-    asked = Asked(named_operations(operation or ()), sizes, dim or (), rounds)
+    operations = named_operations(operation or ())
     settings = load_config(config or _ONE_DIM, overrides or ())
     launch = find_launch(os.environ)
     if config is None and launch.kind == "single":
         world = _WORLD if world is None and -1 in settings.mesh.dims.values() else world
+    announce("starting", config or "a mesh on this host", settings, world)
+    from meshcomm.commands.measure import Asked, chosen_dims, items
+    from meshcomm.commands.processes import start_job
+
+    asked = Asked(operations, sizes, dim or (), rounds)
     ranks = launch.world_size if launch.kind != "single" else world_of(settings, world)
     families, _ = chosen_dims(settings.plan(ranks), asked.dims)
     items(families, asked.operations, asked.sizes)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from meshcomm.commands.app import AsJson, Overrides, World, command, show_facts
+from meshcomm.commands.app import AsJson, Overrides, World, announce, command, show_facts, world_of
 from meshcomm.commands.scripts import First, ScriptCommand, named
 from meshcomm.errors import LaunchError
 from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
@@ -65,11 +65,8 @@ def dryrun(
     dim, every stage, every corner, and a random sample. The exit code is 1 if calls do not match, or if memory
     exceeds topology.memory_gbytes.
     """
-    from meshcomm.commands.processes import world_of
     from meshcomm.config import load_config
     from meshcomm.config.of_model import is_of_model, training_of
-    from meshcomm.dryrun.script import Script
-    from meshcomm.rendezvous.launcher import how_many_ranks
 
     if first is None:
         raise LaunchError(
@@ -91,15 +88,20 @@ def dryrun(
             else "--set mesh.dims={dp=8,tp=2}",
         )
     config: Path | dict[str, Any] | None = first
-    script = None
+    of_script: Path | None = None
+    path = None
     if of_model:
         config = training_of(first, dims or "")
     elif first.suffix == ".py" or second is not None:
-        config, path, arguments = named("dryrun", first, second, context.args, overrides)
-        script = Script(path, tuple(arguments), config, tuple(overrides or ()), steps)
-    if config is None and world is None:
-        raise how_many_ranks("dryrun")
+        of_script, path, arguments = named("dryrun", first, second, context.args, overrides, world)
+        config = of_script
     settings = None if config is None else load_config(config, overrides or ())
+    announce("dry run of", path or first, settings, world)
+    script = None
+    if path is not None:
+        from meshcomm.dryrun.script import Script
+
+        script = Script(path, tuple(arguments), of_script, tuple(overrides or ()), steps)
     facts = dry_run(settings, world_of(settings, world), script, rank or (), sample)
     show_facts(facts, json, view)
     raise typer.Exit(1 if facts["findings"] or facts["memory"]["fits"] is False else 0)

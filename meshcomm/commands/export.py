@@ -7,8 +7,9 @@ from typing import Annotated, Final
 
 import typer
 
-from meshcomm.commands.app import command
+from meshcomm.commands.app import AsJson, command, show_facts
 from meshcomm.errors import ConfigError
+from meshcomm.show.page import Facts, Line
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
@@ -55,8 +56,12 @@ def export(
     shard_gb: Annotated[
         float | None, typer.Option(min=0, help="Maximum file size in a folder, in GB. Default: 5.")
     ] = None,
+    json: AsJson = False,
 ) -> None:
-    """Write a checkpoint's weights to one safetensors file, or to a folder for transformers, in one process."""
+    """Write a checkpoint's weights to one safetensors file, or to a folder for transformers, in one process.
+
+    With --json, the result has source (the checkpoint), target, step, tensors (their number) and bytes.
+    """
     if pretrained and merged:
         raise ConfigError(
             "two kinds of output are requested",
@@ -93,5 +98,11 @@ def export(
         moved = write(source, target, dtype=kind, shard_bytes=most, ema=ema)
     else:
         moved = export_weights(source, target, ema=ema)
-    size = f"{moved.tensors} tensors, {moved.bytes / 1e6:.1f} MB"
-    typer.echo(f"{moved.source} -> {moved.target}: step {moved.step}, {size}")
+    paths = {"source": str(moved.source), "target": str(moved.target)}
+    show_facts({**moved._asdict(), **paths}, json, view, width=10_000)
+
+
+def view(facts: Facts) -> Line:
+    """Return the checkpoint, the file or folder, and their size on one line."""
+    size = f"{facts['tensors']} tensors, {facts['bytes'] / 1e6:.1f} MB"
+    return Line(f"{facts['source']} -> {facts['target']}: step {facts['step']}, {size}")

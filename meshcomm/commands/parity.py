@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from meshcomm.commands.app import AsJson, ConfigFile, Overrides, World, command, show_facts
+from meshcomm.commands.app import (
+    AsJson,
+    ConfigFile,
+    Overrides,
+    World,
+    announce,
+    command,
+    show_facts,
+    world_of,
+)
 from meshcomm.commands.scripts import ScriptCommand, found
 from meshcomm.errors import LaunchError
 from meshcomm.show.page import Cells, Facts, Line, View, page_view
@@ -59,10 +68,7 @@ def parity(
     settings = load_config(config, overrides or ())
     if world is not None:
         settings.resolved(world)
-    from meshcomm.commands.processes import world_of
-    from meshcomm.job.spawn import launch
     from meshcomm.rendezvous.launcher import launch_of_command
-    from meshcomm.train.parity_job import prove
 
     here = launch_of_command(os.environ)
     if here.kind != "single":
@@ -72,11 +78,16 @@ def parity(
             expected="a single process, because meshcomm parity itself starts the ranks of each mesh",
             hint="run meshcomm parity CONFIG without the launcher",
         )
+    announce("comparing", config, settings, world, " with one process, which trains first")
+    from meshcomm.job.spawn import launch
+    from meshcomm.train.parity_job import prove
+
     size = world_of(settings, world)
     resolved = settings.resolved(size)
 
     def start(part: Config, words: Sequence[str]) -> int:
         count = size if part.mesh.dims == resolved.mesh.dims else world_of(part, None)
+        announce("starting", config, part, count)
         return launch(list(words), count, 0, part)
 
     facts = prove(resolved, steps, tolerance, start, program).facts()

@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-
+from meshcomm.commands.app import stdout_as_stderr, world_of
 from meshcomm.config import Config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError
@@ -15,9 +14,10 @@ from meshcomm.job.rank import as_rank
 from meshcomm.job.spawn import GRACE_S, launch
 from meshcomm.job.standby import COMMAND
 from meshcomm.job.supervisor import labels_of
-from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, world_of_mesh
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.rendezvous.generation import VARIABLE
-from meshcomm.rendezvous.launcher import Launch, how_many_ranks, is_helper, launch_of_command
+from meshcomm.rendezvous.launcher import Launch, is_helper, launch_of_command
+from meshcomm.show.page import Facts
 
 
 def start_job(
@@ -29,11 +29,13 @@ def start_job(
     max_restarts: int = 0,
     grace_s: float = GRACE_S,
     elastic: ElasticConfig | None = None,
+    result: Facts | None = None,
 ) -> int:
     """Run `body` if a launcher started this process as a rank. Otherwise start `meshcomm WORDS` once per rank on this host.
 
     settings: None for a script that defines its own mesh. world: None to use the size in `settings`. overrides: the values
-    of `--set`. elastic: if None, the section of `settings` is used. Return the exit code.
+    of `--set`. elastic: if None, the section of `settings` is used. result: with --json, receives `exit_code`, `world_size`, and the
+    `error` of the root cause or None. Return the exit code.
     """
     here = launch_of_command(os.environ)
     if is_helper(os.environ):
@@ -46,6 +48,13 @@ def start_job(
         refuse_other_world(here, world)
         if VARIABLE not in os.environ:
             _refuse_elastic(here, elastic)
+        if result is not None:
+            raise LaunchError(
+                f"--json inside a job that {here.kind} started",
+                given=f"--json, launcher {here.kind} with {here.world_size} processes",
+                expected="no --json, because only the command that starts the ranks knows how the job ends",
+                hint="a training writes run.json and metrics.jsonl into train.out",
+            )
         if max_restarts:
             raise LaunchError(
                 f"--max-restarts {max_restarts} inside a job that {here.kind} started",
@@ -60,14 +69,20 @@ def start_job(
         settings.resolved(size)
     sets = [part for override in overrides for part in ("--set", override)]
     # Options come before the words, because all words after a script's name belong to the script.
-    return launch(
-        [*COMMAND, words[0], *sets, *words[1:]],
-        size,
-        max_restarts,
-        settings,
-        grace_s,
-        elastic,
-    )
+    causes: list[Facts] = []
+    with stdout_as_stderr(result is not None):
+        code = launch(
+            [*COMMAND, words[0], *sets, *words[1:]],
+            size,
+            max_restarts,
+            settings,
+            grace_s,
+            elastic,
+            causes.append,
+        )
+    if result is not None:
+        result |= {"exit_code": code, "world_size": size, "error": causes[0] if causes else None}
+    return code
 
 
 def _refuse_elastic(launch: Launch, elastic: ElasticConfig) -> None:
@@ -92,16 +107,3 @@ def refuse_other_world(launch: Launch, world: int | None) -> None:
             expected="no --world-size, because the launcher decides",
             hint="remove --world-size",
         )
-
-
-def world_of(settings: Config | None, world: int | None) -> int:
-    """Return the number of ranks to start: `world` if given, otherwise the number that the mesh sizes require, or one for
-    each GPU on this host.
-    """
-    if world is not None:
-        return world
-    if settings is None:
-        raise how_many_ranks("run")
-    if -1 in settings.mesh.dims.values() and settings.mesh.device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.device_count()
-    return world_of_mesh(settings.mesh)

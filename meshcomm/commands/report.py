@@ -10,8 +10,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from meshcomm.commands.app import command
+from meshcomm.commands.app import AsJson, command, show_facts
 from meshcomm.errors import LaunchError
+from meshcomm.show.page import Facts, Line
 
 _OURS: Final = "a file that this version of meshcomm wrote on that rank"
 
@@ -25,27 +26,41 @@ def report(
             help="Folder with the reports of one or more runs. The newest run is read. Default: meshcomm-reports.",
         ),
     ] = Path("meshcomm-reports"),
+    json: AsJson = False,
 ) -> None:
-    """Combine the reports of a job with failed calls. Show which ranks waited, for which ranks, and where."""
-    typer.echo(combined(source))
+    """Combine the reports of a job with failed calls. Show which ranks waited, for which ranks, and where.
+
+    With --json, the result has folder, runs (how many are in the folder that was given), cause (the lines about the root
+    cause) and ranks: of each, its rank, coords, the line about it, and failed: its first call that failed, or null.
+    """
+    show_facts(facts_of(source), json, view, width=10_000)
 
 
-def combined(folder: Path) -> str:
-    """Return the root cause according to the newest run's reports in `folder`, or in a run's folder, and a line per rank.
+def facts_of(folder: Path) -> Facts:
+    """Return the root cause according to the newest run's reports in `folder`, or in a run's folder, and each rank's failed call.
 
     Raises LaunchError if there are no reports, or if one is invalid.
     """
     from meshcomm.watching.verdict import root_cause
 
     runs = [path for path in folder.glob("*/") if any(_reports_in(path))]
-    older = ""
+    found = 1
     if runs and not any(_reports_in(folder)):
         # Folder names begin with the time.
-        folder = max(runs)
-        older = f", the newest of {len(runs)} runs" if len(runs) > 1 else ""
+        folder, found = max(runs), len(runs)
     statuses = _read(folder)
-    lines = [f"{len(statuses)} report(s) in {folder}{older}", *root_cause(statuses)]
-    return "\n".join([*lines, *(_line(rank, status) for rank, status in statuses.items())])
+    ranks = [
+        {"rank": rank, "coords": status["coords"], "line": _line(rank, status), "failed": status["failed"]}
+        for rank, status in statuses.items()
+    ]
+    return {"folder": str(folder), "runs": found, "cause": root_cause(statuses), "ranks": ranks}
+
+
+def view(facts: Facts) -> Line:
+    """Return the lines about the root cause, and a line per rank."""
+    newest = f", the newest of {facts['runs']} runs" if facts["runs"] > 1 else ""
+    head = f"{len(facts['ranks'])} report(s) in {facts['folder']}{newest}"
+    return Line("\n".join([head, *facts["cause"], *(rank["line"] for rank in facts["ranks"])]))
 
 
 def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:

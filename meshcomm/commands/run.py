@@ -11,8 +11,18 @@ from typing import Annotated
 
 import typer
 
-from meshcomm.commands.app import Overrides, Replace, World, command, replacing
+from meshcomm.commands.app import (
+    JsonAtEnd,
+    Overrides,
+    Replace,
+    World,
+    announce,
+    command,
+    replacing,
+    show_facts,
+)
 from meshcomm.commands.scripts import First, ScriptCommand, Second, named
+from meshcomm.show.page import Facts
 
 
 @command(ScriptCommand)
@@ -29,6 +39,7 @@ def run(
         ),
     ] = False,
     replace: Replace = None,
+    json: JsonAtEnd = False,
     overrides: Overrides = None,
 ) -> None:
     """Run a script with one process per rank. In the script, meshcomm.init() opens the mesh of CONFIG.
@@ -37,8 +48,11 @@ def run(
 
     The exit code is that of the rank that caused the failure: 1 for an error, 2 for incorrect usage, the script's exit code,
     128 + signal; 130 after Ctrl-C.
+
+    With --json, the result has exit_code, world_size and error: null, or an object with type, what, given, expected and try of
+    the root cause's error, and its rank, name, at (the line) and lines (all that the launcher says).
     """
-    config, script, arguments = named("run", first, second, context.args, overrides)
+    config, script, arguments = named("run", first, second, context.args, overrides, world)
     from meshcomm.config import load_config
     from meshcomm.config.elastic import ElasticConfig
 
@@ -50,6 +64,7 @@ def run(
         elastic = settings.elastic
         if world is not None:
             settings.resolved(world)
+    announce("starting", script, settings, world)
     from meshcomm.commands.processes import start_job
     from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
     from meshcomm.mesh.watched import watch_if_possible
@@ -68,4 +83,8 @@ def run(
 
     paths = [str(script)] if config is None else [str(config), str(script)]
     words = ["run", *["--stats"] * stats, *paths, *arguments]
-    raise typer.Exit(start_job(settings, world, words, sets, body, elastic=elastic))
+    result: Facts | None = {} if json else None
+    code = start_job(settings, world, words, sets, body, elastic=elastic, result=result)
+    if result is not None:
+        show_facts(result, True, str)
+    raise typer.Exit(code)

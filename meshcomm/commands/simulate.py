@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshcomm.commands.app import Overrides, World, command
+from meshcomm.commands.app import Overrides, World, announce, command
 from meshcomm.commands.scripts import First, ScriptCommand, Second, named
 
 
@@ -20,7 +20,13 @@ def simulate(
     overrides: Overrides = None,
 ) -> None:
     """Run a script as all ranks in a single process. Deadlocks are detected without a timeout."""
-    config, script, arguments = named("simulate", first, second, context.args, overrides)
+    config, script, arguments = named("simulate", first, second, context.args, overrides, world)
+    from meshcomm.config import load_config
+
+    settings = None if config is None else load_config(config, overrides or ())
+    if settings is not None and world is None:
+        world = settings.mesh.smallest_world()
+    announce("simulating", script, settings, world)
     from meshcomm.simulator.run import simulate_script
 
     ranks = simulate_script(config, script, arguments, overrides or (), world, seed)

@@ -8,15 +8,27 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from meshcomm.commands.app import ConfigFile, Overrides, Replace, World, command, replacing
+from meshcomm.commands.app import (
+    ConfigFile,
+    JsonAtEnd,
+    Overrides,
+    Replace,
+    World,
+    announce,
+    command,
+    replacing,
+    show_facts,
+)
 from meshcomm.errors import ConfigError
+from meshcomm.show.page import Facts, Line
 
 if TYPE_CHECKING:
     from meshcomm.config import Config
@@ -36,12 +48,16 @@ def train(
         ),
     ] = 0,
     replace: Replace = None,
+    json: JsonAtEnd = False,
     overrides: Overrides = None,
 ) -> None:
     """Train the built-in model in parallel. Outside a launcher, start one process per rank on this host.
 
     The exit code is that of the rank that caused the failure: 1 for an error, 2 for incorrect usage, 128 + signal; 130 after
-    Ctrl-C.
+    Ctrl-C. A job that has not finished says what it leaves, and how to continue.
+
+    With --json, the result has what `meshcomm run --json` has, and folder (train.out), step (the last one that is known), loss,
+    checkpoint (the last complete one, or null), resume (a command, or null), and run: the content of run.json, or null.
     """
     from meshcomm.config import load_config
 
@@ -58,10 +74,62 @@ def train(
         )
     if world is not None:
         settings.resolved(world)
+    announce("starting", config, settings, world)
+    from meshcomm.view.run import run_news
+
+    out = Path(settings.train.out)
+    before = run_news(out)["id"]
     with _loading():
         from meshcomm.commands.processes import start_job
     words, body = ["train", str(config)], partial(_on_a_rank, settings)
-    raise typer.Exit(start_job(settings, world, words, overrides, body, max_restarts, _SAVING_S))
+    result: Facts | None = {} if json else None
+    code = start_job(settings, world, words, overrides, body, max_restarts, _SAVING_S, result=result)
+    facts = left(out, before, [*words, *([] if world is None else ["--world-size", str(world)])], overrides)
+    if result is not None:
+        show_facts(result | facts, True, view)
+    elif code and facts["run"] is not None:
+        from meshcomm.show.page import terminal
+
+        terminal(10_000, stderr=True).print(view(facts), crop=False)
+    raise typer.Exit(code)
+
+
+def left(out: Path, before: str, words: Sequence[str], overrides: Sequence[str]) -> Facts:
+    """Return what a job has left in train.out, and how to continue.
+
+    before: the id of the run that was there before, as in `run_news`, of which nothing is told. words, overrides: of the command.
+    """
+    from shlex import join
+
+    from meshcomm.train.checkpoint.folder import FOLDER, complete
+    from meshcomm.view.run import run_news
+
+    news = run_news(out, most_bytes=-1)
+    facts: Facts = dict.fromkeys(("run", "step", "loss", "checkpoint", "resume"))
+    if news["id"] != before:
+        steps, losses = news["columns"]["step"], news["columns"]["loss"]
+        ended = (news["about"] or {}).get("ended") or {}
+        facts["run"] = news["about"]
+        facts["step"] = max([0, *steps[-1:], ended.get("steps", 0)])
+        facts["loss"] = losses[-1] if losses else None
+        if saved := complete(out / FOLDER):
+            sets = [each for each in overrides if not each.startswith("train.resume=")]
+            options = [word for each in (*sets, "train.resume=true") for word in ("--set", each)]
+            facts |= {"checkpoint": str(saved[-1]), "resume": join(["meshcomm", *words, *options])}
+    return {"folder": str(out), **facts}
+
+
+def view(facts: Facts) -> Line:
+    """Return what a job that has not finished leaves: its last step, its last checkpoint, and the command that continues it."""
+    steps = facts["run"]["steps"]
+    loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
+    head = f"meshcomm: step {facts['step']} of {steps} was the last{loss}; {facts['folder']} has its metrics"
+    if facts["checkpoint"] is None:
+        why = "no checkpoint: train.checkpoint_every saves them, and SIGTERM instead of Ctrl-C saves one before the job ends"
+        return Line(f"{head}\nmeshcomm: {why}")
+    return Line(
+        f"{head}\nmeshcomm: last checkpoint: {facts['checkpoint']}\nmeshcomm: to continue: {facts['resume']}"
+    )
 
 
 def _on_a_rank(settings: Config) -> None:

@@ -16,6 +16,7 @@ from meshcomm.commands.app import (
     command,
     discovered_topology,
     show_facts,
+    world_of,
 )
 from meshcomm.show.page import Cells, Facts, Line, View, page_view
 
@@ -95,7 +96,6 @@ def transfer(
     [parallel]. In a configuration of only a mesh, tp (or tensor) splits layers, ep (or expert) of a view distributes
     experts, and ranks along other dims hold copies. [topology] is SOURCE's. Nothing is started or loaded.
     """
-    from meshcomm.commands.processes import world_of
     from meshcomm.config import load_config
     from meshcomm.dryrun.weights import split_model
     from meshcomm.errors import ConfigError

@@ -181,6 +181,10 @@ class MeshConfig(Section):
             return math.prod(self.dims.values())
         return None if self.rank_order is None else len(self.rank_order)
 
+    def smallest_world(self) -> int:
+        """Return the number of ranks in the smallest world that fits this mesh. Raises ConfigError if a size is -1."""
+        return math.prod(self.sizes(None).values()) if self.ranks is None else max(self.ranks) + 1
+
     def sizes(self, world: int | None, source: str | None = None) -> dict[str, int]:
         """Return the size of every base dim, with -1 resolved. Raises ConfigError if `world` does not fit the dims.
 

@@ -9,19 +9,20 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
-from typing import Final, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
 from meshcomm.config import Config
 from meshcomm.config.elastic import ElasticConfig
-from meshcomm.errors import LaunchError, StoreError
+from meshcomm.errors import LaunchError, MeshcommError, StoreError, parts_of
 from meshcomm.job.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.job.replacing import SAVED, Replacing, sizes_of
 from meshcomm.job.standby import Process, Standby
 from meshcomm.job.supervisor import LOOPBACK, STORE_TIMEOUT, Label, Supervisor, labels_of
+from meshcomm.mesh.devices import check_host
 from meshcomm.mesh.rank_failure import ask_places, collect, forget, frame_at_signal, names_of_ranks
 from meshcomm.rendezvous.exposure import serve_on_loopback
 from meshcomm.rendezvous.generation import VARIABLE
@@ -32,6 +33,8 @@ from meshcomm.watching.ending import Failure, signal_text, without_error
 from meshcomm.watching.verdict import whereabouts
 
 _POLL_S: Final = 0.05
+# A start that takes longer is worth a line.
+_LONG_S: Final = 10.0
 
 # The time in seconds between asking ranks to end and SIGKILL. torch defines the variable.
 GRACE_S: Final = 10.0
@@ -48,6 +51,7 @@ class _Signalled(BaseException):
     def __init__(self, number: int) -> None:
         self.number = number
         self.saved = False
+        self.lines: list[str] = []
 
 
 def launch(
@@ -57,6 +61,7 @@ def launch(
     settings: Config | None = None,
     grace_s: float = GRACE_S,
     elastic: ElasticConfig | None = None,
+    on_failure: Callable[[dict[str, Any]], None] | None = None,
 ) -> int:
     """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
 
@@ -64,6 +69,7 @@ def launch(
     elastic: how lost ranks are handled while the others continue, see `Elastic.reopen`. If None, the job ends.
     grace_s: the time between a signal to this process and SIGKILL for the ranks. After a rank has failed, this time is ten
         seconds. TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides both.
+    on_failure: called with the cause of the last attempt's failure, as in `Supervisor.cause`, or of the signal.
     Called by: the main thread, because signals are handled until the job ends.
 
     The exit code is 0 if all ranks succeeded and SAVED if some ended after a checkpoint. If ranks failed, it is the exit code
@@ -80,6 +86,8 @@ def launch(
             expected="at most 4096 ranks on one host",
             hint="torchrun --nnodes N --nproc-per-node M -m meshcomm ... on every host",
         )
+    if settings is not None:
+        check_host(settings, world_size)
     sizes = None if settings is None or elastic is None else sizes_of(settings, world_size)
     label = labels_of(settings, world_size)
     folder = Path(tempfile.mkdtemp(prefix="meshcomm-"))
@@ -99,8 +107,13 @@ def launch(
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
             code, lines = ranks.told(failures, restart)
             print(lines, file=sys.stderr, flush=True)
+        if on_failure is not None:
+            on_failure(ranks.cause)
         return code
     except _Signalled as received:
+        if on_failure is not None:
+            what = parts_of(MeshcommError(f"the job was ended by {signal_text(received.number)}"))
+            on_failure(what | {"type": None, "rank": None, "name": None, "at": None, "lines": received.lines})
         return SAVED if received.saved else 128 + received.number
     finally:
         end_all(folder)
@@ -133,6 +146,7 @@ class _Ranks(Supervisor):
         self._arguments, self._folder, self._attempt = arguments, folder, attempt
         self._processes: list[Process] = []
         self._alive_at = [time.time()] * world_size
+        self._began: float | None = time.monotonic()
         # Each attempt has a new store, which outlives the ranks and which other hosts cannot reach.
         store = serve_on_loopback(LOOPBACK, 0, STORE_TIMEOUT)
         if store is None:
@@ -181,7 +195,7 @@ class _Ranks(Supervisor):
             if ending == signal.SIGINT:
                 within_s = min(within_s, _INTERRUPT_GRACE_S)
             try:
-                self._tell_places(ending)
+                received.lines = self._tell_places(ending)
             except _Signalled:
                 # A second Ctrl-C.
                 within_s = 0.0
@@ -212,6 +226,7 @@ class _Ranks(Supervisor):
 
     def look(self) -> dict[int, Failure]:
         time.sleep(_POLL_S)
+        self._tell_start()
         now, failures = time.time(), dict[int, Failure]()
         for process in [*self.running]:
             code = self._processes[process].poll()
@@ -229,6 +244,13 @@ class _Ranks(Supervisor):
                 frame = frame_at_signal(self._folder, self._attempt, process)
                 failures[process] = without_error(process, code, self._alive_at[process], self.name, *frame)
         return failures
+
+    def _tell_start(self) -> None:
+        """Print a line when the ranks have opened their mesh, if that took long: the first step will, too."""
+        if self._began is not None and names_of_ranks(self._folder, self._attempt):
+            if (took := time.monotonic() - self._began) > _LONG_S:
+                print(f"meshcomm: the ranks are up after {took:.0f} s", file=sys.stderr, flush=True)
+            self._began = None
 
     def end(self, process: int) -> None:
         self.running.discard(process)
@@ -271,8 +293,9 @@ class _Ranks(Supervisor):
     def name(self, process: int) -> str:
         return names_of_ranks(self._folder, self._attempt).get(process) or super().name(process)
 
-    def _tell_places(self, number: int) -> None:
-        """Print the current call of each rank with an open mesh, and the ranks that it waits for. Once the ranks have ended, this is lost."""
+    def _tell_places(self, number: int) -> list[str]:
+        """Print the current call of each rank with an open mesh, and the ranks that it waits for. Once the ranks have ended, this is lost.
+        Return the lines."""
         statuses = ask_places(self._folder, self._attempt, _PLACES_S)
         store = SignedStore(of_this_attempt(self._store, self.common), self.common[SECRET_VARIABLE])
         silent = dict[int, str]()
@@ -282,9 +305,11 @@ class _Ranks(Supervisor):
                 with contextlib.suppress(StoreError):
                     silent[rank] = state_of_rank(store, rank)
         lines = whereabouts({rank: status for rank, status in sorted(statuses.items()) if status}, silent)
-        if lines:
-            lines.insert(0, f"{signal_text(number)}: where each rank was before it was ended")
+        if lines or number == signal.SIGINT:
+            title = "where each rank was before it was ended" if lines else "no rank had an open mesh"
+            lines.insert(0, f"{signal_text(number)}: {title}")
             print("\n".join(f"meshcomm: {line}" for line in lines), file=sys.stderr, flush=True)
+        return lines
 
 
 def _variables(process: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ from math import prod
 from typing import Any, Final
 
 from meshcomm.config import Config
-from meshcomm.errors import MeshcommError
+from meshcomm.errors import MeshcommError, parts_of
 from meshcomm.job.replacing import Replacing
 from meshcomm.layout.sizes import rank_text, ranks_text
 from meshcomm.mesh.source import with_sizes
@@ -56,6 +56,7 @@ class Supervisor(ABC):
     running: the processes that have been started and not seen ended.
     completed: the processes that have ended with exit code 0. saved: those that were asked to end, and have saved their state.
     common: the environment variables of all processes.
+    cause: the root cause as plain data, once it is told; see `told`.
     """
 
     def __init__(self, replacing: Replacing, label: Label) -> None:
@@ -64,6 +65,7 @@ class Supervisor(ABC):
         self.completed: set[int] = set()
         self.saved: set[int] = set()
         self.common: dict[str, str] = {}
+        self.cause: dict[str, Any] = {}
 
     @abstractmethod
     def start(self, process: int) -> None:
@@ -184,7 +186,7 @@ class Supervisor(ABC):
     def told(self, failures: Mapping[int, Failure], end: str = "") -> tuple[int, str]:
         """Return the job's exit code, and the lines that name the root cause of `failures` and what followed.
 
-        Called after all processes have ended. end: the end of the line about the root cause.
+        `cause` is then the error as in `parts_of`, with the rank, its name, its line and these lines. Called after all processes have ended. end: the end of the line about the root cause.
         """
         replacing, members = self.replacing, self.replacing.places.processes
         failures = self.explained(failures)
@@ -222,6 +224,10 @@ class Supervisor(ABC):
             consequences.append(
                 "no rank had opened a mesh: only a Trainer, or a program that reopens its mesh, can continue"
             )
-        lines = [root.text] if root.text else []
-        lines += [f"meshcomm: {line}" for line in (root.summary + end, *consequences)]
-        return root.code, "\n".join(lines)
+        lines = [root.summary + end, *consequences]
+        error = (
+            root.error if root.raised and root.error else parts_of(MeshcommError(root.what)) | {"type": None}
+        )
+        self.cause = {**error, "rank": root.rank, "name": root.who, "at": root.frame or None, "lines": lines}
+        text = [root.text] if root.text else []
+        return root.code, "\n".join([*text, *(f"meshcomm: {line}" for line in lines)])

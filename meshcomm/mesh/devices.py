@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Collection
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -86,14 +88,34 @@ def choose_backend(device: torch.device) -> str:
     return str(dist.get_default_backend_for_device(device.type))
 
 
-def check_backends(plan: Plan) -> None:
-    """Raise LaunchError for a backend that this build of torch lacks, even one for an unused device or a dim of one rank."""
+def check_host(settings: Settings, world_size: int) -> None:
+    """Raise LaunchError for a device or a backend that no rank of a job on this host could use, before ranks are started.
+
+    A script may add devices and backends that torch does not know, so only those are checked that torch knows.
+    """
+    launch = Launch("given", world_size - 1, world_size, world_size - 1, world_size, placed=True)
+    with suppress(RuntimeError):
+        torch.get_device_module(None if settings.mesh.device == "auto" else settings.mesh.device)
+        device = choose_device(settings.mesh.device, launch)
+        plan = settings.plan(world_size).on(device.type, choose_backend(device))
+        check_devices(settings, device, plan.defaults.backend, launch)
+        check_backends(plan, registered=dist.Backend.backend_list)
+
+
+def check_backends(plan: Plan, registered: Collection[str] | None = None) -> None:
+    """Raise LaunchError for a backend that this build of torch lacks, even one for an unused device or a dim of one rank.
+
+    registered: if given, only these backends are checked.
+    """
     chosen = {plan.defaults.backend: ("the default group", "mesh.backend")}
     for family in plan.families:
         key = f"mesh.options.{family.name}.backend"
         chosen.setdefault(family.options.backend, (family.name, key))
     for backend, (name, key) in chosen.items():
-        for kind, part in by_device(backend).items():
+        parts = by_device(backend)
+        if registered is not None:
+            parts = {kind: part for kind, part in parts.items() if part in registered}
+        for kind, part in parts.items():
             if not dist.is_backend_available(part):
                 backends = [
                     backend for backend in dist.Backend.backend_list if backend != dist.Backend.UNDEFINED
@@ -113,7 +135,7 @@ def check_backends(plan: Plan) -> None:
                     + (f", or a torch that was built with {part}" if part in backends else ""),
                     hint=f'{key} = "{backend.replace(part, near) if near else "auto"}"',
                 )
-        for kind, part in by_device(backend).items():
+        for kind, part in parts.items():
             if kind not in ("", "cpu") and not _devices(kind):
                 raise LaunchError(
                     f"this host has no {kind} device for the backend {part}",

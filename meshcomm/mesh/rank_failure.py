@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -144,6 +145,19 @@ def leave_stack_on_signal() -> None:
             faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
             # A fork is not the rank.
             os.register_at_fork(after_in_child=faulthandler.disable)
+            _end_quietly()
+
+
+def _end_quietly() -> None:
+    """Have a C++ exception that nothing catches, as one of Gloo, end this process without printing `terminate called`.
+
+    The launcher's lines say what happened. torch's own variable for C++ details keeps the message.
+    """
+    if os.environ.get("TORCH_SHOW_CPP_STACKTRACES", "0") == "0" and sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            std, c = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
+            # std::set_terminate(abort)
+            std["_ZSt13set_terminatePFvvE"](ctypes.cast(c.abort, ctypes.c_void_p))
 
 
 def frame_at_signal(folder: Path, attempt: int, rank: int) -> tuple[str, bool]:

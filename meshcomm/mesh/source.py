@@ -101,11 +101,6 @@ def with_sizes(settings: S, sizes: Mapping[str, int]) -> S:
     return cast(S, load_config(settings, [f"mesh.dims={toml_dims(sizes)}"]))
 
 
-def world_of_mesh(mesh: MeshConfig) -> int:
-    """Return the number of ranks in the smallest world that fits this mesh. Raises ConfigError if a size is -1."""
-    return max(mesh.ranks) + 1 if mesh.ranks is not None else prod(mesh.sizes(None).values())
-
-
 def refuse_alone(settings: Settings) -> None:
     """If no launcher started this process and the mesh needs several processes, raise LaunchError with a command."""
     mesh = settings.mesh

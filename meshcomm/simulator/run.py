@@ -25,9 +25,7 @@ from meshcomm.mesh.source import (
     OVERRIDES_VARIABLE,
     beside_the_job,
     given_keys,
-    world_of_mesh,
 )
-from meshcomm.rendezvous.launcher import how_many_ranks
 from meshcomm.simulator.diagnosis import at_the_end, diagnose, unyielding
 from meshcomm.simulator.losses import Losses
 from meshcomm.simulator.scheduler import Actor, RankLocals, Scheduler
@@ -81,7 +79,7 @@ def simulate(
         )
     source = MeshConfig(**given) if config is None else config
     settings = load_config(Config(mesh=source) if isinstance(source, MeshConfig) else source, overrides)
-    size = world_of_mesh(settings.mesh) if world_size is None else world_size
+    size = settings.mesh.smallest_world() if world_size is None else world_size
     settings.resolved(size)
 
     def body() -> T:
@@ -107,11 +105,9 @@ def simulate_script(
     Each rank has its own `__main__`, sys.argv, RANK and LOCAL_RANK. Ranks share the modules that the script imports.
     Raises the same errors as `simulate`, and RankFailed if the script exits with a nonzero code.
     """
-    if config is None and world is None:
-        raise how_many_ranks("simulate")
     # The script opens its own mesh, so only the number of ranks is taken from this one.
     settings = load_config({"mesh": {"dims": {"rank": -1}}} if config is None else config, overrides)
-    size = world_of_mesh(settings.mesh) if world is None else world
+    size = settings.mesh.smallest_world() if world is None else world
     settings.resolved(size)
     try:
         code = compile(script.read_bytes(), str(script), "exec")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from meshcomm.config import Config, TopologyConfig
@@ -22,7 +23,7 @@ def page_facts(settings: Config, world: int | None, topology: TopologyConfig) ->
 
     The result extends `plan_facts`. Each dim also has record (its row in the table of `meshcomm plan`), home (its view, or ""
     for the base) and digits (see Layout.digits).
-    base and views: (dim, size) pairs in order. trains: facts about the training, or None without training.
+    title: the name of the run, or of the configuration if it does not train. base and views: (dim, size) pairs in order. trains: facts about the training, or None without training.
     rank_order: the rank at each position, or None if each rank equals its position. The size of all other facts is independent
     of the number of ranks.
     Raises ConfigError or LayoutError if the world size or the training does not match the mesh.
@@ -39,7 +40,8 @@ def page_facts(settings: Config, world: int | None, topology: TopologyConfig) ->
         dim["digits"] = [list(digit) for digit in layout.digits(dim["name"])]
     order = layout.rank_order
     return {
-        "title": settings.source,
+        "title": Path(settings.source).stem if settings.train is None else Path(settings.train.out).name,
+        "source": settings.source,
         **facts,
         "base": [list(pair) for pair in layout.dims.items()],
         "views": [[name, [list(pair) for pair in sizes.items()]] for name, sizes in layout.views.items()],

@@ -1,4 +1,4 @@
-// Assembles the page: the choices, the rank under the pointer, and the held rank.
+// Assembles the page: the choices, the rank under the pointer, and the pinned rank.
 
 // A row of exclusive choices. choices: [value, label] or [value, label, small].
 function choice(legend, name, choices, chosen, take) {
@@ -17,6 +17,7 @@ function start(facts, kept) {
   let pointed, held, only;
 
   byId("title").textContent = facts.title;
+  byId("title").title = facts.source;
   document.title = `${facts.title} · meshcomm`;
   byId("summary").textContent = `${count(mesh.world, "rank")} · ${count(facts.groups, "group")}, ${facts.groups_per_rank} created per rank · plan ${facts.fingerprint}`;
 
@@ -72,7 +73,7 @@ function start(facts, kept) {
     byId("caption").textContent = [
       family.size === 1 ? `${family.name}: one rank, no group` : `${family.name}: ${count(mesh.world / family.size, "group")} of ${count(family.size, "rank")}`,
       ...family.record,
-      facts.trains?.parts[family.name] ? `plays ${facts.trains.parts[family.name]}` : "",
+      facts.trains?.parts[family.name] ? `${facts.trains.parts[family.name]} parallelism` : "",
     ].filter(Boolean).join(" · ");
     const folded = arrangement.drawn < mesh.world;
     byId("note").textContent = [
@@ -82,7 +83,7 @@ function start(facts, kept) {
     ].filter(Boolean).join(" ");
   }
 
-  byId("turn").replaceWith(choice("turn by", "turn", mesh.families.map((family) => [family.name, family.name, `×${family.size.toLocaleString("en")}`,
+  byId("turn").replaceWith(choice("groups along", "turn", mesh.families.map((family) => [family.name, family.name, `×${family.size.toLocaleString("en")}`,
     family.kind === "dim" ? null : `${family.kind} ${family.kind === "merged" ? family.dims.join(" ") : ""}`.trim()]), chosen.family.name,
   (name) => turn(mesh.family(name))));
   byId("arrange").replaceWith(choice("arrange by", "arrange", [["group", "group"], mesh.perNode === null ? ["rank", "rank"] : ["node", "node"]], "group", (by) => {

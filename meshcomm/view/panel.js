@@ -18,14 +18,14 @@ function groupEntry(mesh, position, family, on) {
     family.shares ? `the same groups as ${family.shares}` : "",
     nodes.size ? (nodes.size === 1 ? "inside one node" : `over ${nodes.size} nodes`) : ""].filter(Boolean).join(" · ");
   const ranks = family.size === 1
-    ? [el("span", { class: "quiet", text: "alone: no group" })]
+    ? [el("span", { class: "quiet", text: "one rank: no group" })]
     : groupRanks(mesh, position, family).flatMap((each) => [
       each === null ? "… " : each.own ? el("b", { text: each.rank }) : String(each.rank), each === null ? "" : " "]);
-  const entry = el("button", { class: "group", type: "button", "data-family": family.name, "--ring": family.hue.toFixed(1), title: "click to turn the mesh by this dim" },
+  const entry = el("button", { class: "group", type: "button", "data-family": family.name, "--ring": family.hue.toFixed(1), title: "click to show the groups along this dim" },
     el("span", { class: "head" }, el("span", { class: "swatch" }), el("span", { class: "name", text: family.name }),
-      el("span", { class: "quiet", text: `${own} of ${family.size.toLocaleString("en")}${facts ? ` · ${facts}` : ""}` })),
+      el("span", { class: "quiet", text: `group rank ${own} of ${family.size.toLocaleString("en")}${facts ? ` · ${facts}` : ""}` })),
     el("span", { class: "ranks" }, ...ranks),
-    ...(family.size > 1 ? [el("span", { class: "quiet", text: `ring: from ${at(own - 1)}, to ${at(own + 1)}` })] : []));
+    ...(family.size > 1 ? [el("span", { class: "quiet", text: `ring neighbors: previous ${at(own - 1)}, next ${at(own + 1)}` })] : []));
   entry.addEventListener("pointerenter", () => on.only(family));
   entry.addEventListener("pointerleave", () => on.only(undefined));
   entry.addEventListener("focus", () => entry.matches(":focus-visible") && on.only(family));
@@ -39,7 +39,7 @@ function showRank(host, mesh, position, held, on) {
   const rank = mesh.rank(position), node = mesh.node(rank);
   const head = el("h3", {}, `rank ${rank}`, ...(node === null ? [] : [el("small", { text: `node ${node}` })]));
   if (held) {
-    const release = el("button", { class: "hold", type: "button", text: "held · let go" });
+    const release = el("button", { class: "hold", type: "button", text: "pinned · unpin" });
     release.addEventListener("click", on.release);
     head.append(release);
   }

@@ -38,7 +38,7 @@ class Run {
     const done = steps ? `step ${step.toLocaleString("en")} of ${steps.toLocaleString("en")}` : `step ${step.toLocaleString("en")}`;
     const text = {
       waiting: "not started yet",
-      running: silent ? `no news for ${durationText(news.age_s)}, ${done}` : this.kept ? `${done} when this was written` : `running, ${done}${left}`,
+      running: silent ? `no new metrics for ${durationText(news.age_s)}, ${done}` : this.kept ? `${done} when this was written` : `running, ${done}${left}`,
       finished: `finished, ${done}`,
       stopped: `stopped after ${done}`,
       unknown: `${done}; it is not known whether it is running`,
@@ -62,10 +62,10 @@ class Run {
   end(about) {
     const ended = about?.ended, rows = [];
     if (about?.resumed) rows.push(["resumed", `after step ${about.resumed.toLocaleString("en")}`]);
-    if (ended?.seconds) rows.push(["took", `${durationText(ended.seconds)}, ${digits(ended.tokens / ended.seconds)} tokens/s on average`]);
-    if (ended?.reason) rows.push(["ended by", ended.reason]);
+    if (ended?.seconds) rows.push(["time", `${durationText(ended.seconds)}, ${digits(ended.tokens / ended.seconds)} tokens/s on average`]);
+    if (ended?.reason) rows.push(["reason for the end", ended.reason]);
     this.traffic?.measured(ended?.stats?.length ? ended.stats : null, ended?.stats_steps);
-    for (const [dim, { rank, mean_s }] of Object.entries(ended?.late ?? {})) rows.push([`latest on ${dim}`, `rank ${rank}, ${secondsText(mean_s)} after the first, on average (measured)`]);
+    for (const [dim, { rank, mean_s }] of Object.entries(ended?.late ?? {})) rows.push([`straggler along ${dim}`, `rank ${rank}, ${secondsText(mean_s)} after the first, on average (measured)`]);
     byId("outcome").replaceChildren(...rows.flatMap(([name, text]) => [el("dt", { text: name }), el("dd", { text })]));
   }
 

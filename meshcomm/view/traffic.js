@@ -27,7 +27,7 @@ function predictedLine(row) {
 }
 
 function measuredLine(row) {
-  const inside = row.seconds === null ? "time not known" : `${secondsText(row.seconds)} inside ${row.calls === 1 ? "it" : "them"}`;
+  const inside = row.seconds === null ? "time not known" : `${secondsText(row.seconds)} in ${row.calls === 1 ? "the call" : "the calls"}`;
   return `${row.call}${row.async_op ? ", asynchronous" : ""}: ${count(row.calls, "call")}, ${bytesText(row.nbytes)}, ${inside}`;
 }
 
@@ -54,8 +54,8 @@ class Traffic {
   }
 
   choices() {
-    const offered = [["bytes", "bytes of a step"]];
-    if (this.traffic.links !== null && this.traffic.rows.length) offered.push(["time", "time of a step"]);
+    const offered = [["bytes", "bytes per step"]];
+    if (this.traffic.links !== null && this.traffic.rows.length) offered.push(["time", "time per step"]);
     if (this.stats !== null) offered.push(["measured", "measured by the run"]);
     byId("measures").replaceChildren(...(offered.length < 2 ? [] : [choice("show", "measure", offered, this.chosen, (name) => {
       this.chosen = name;
@@ -86,7 +86,7 @@ class Traffic {
 
   bar(group, measure, most) {
     const family = this.mesh.family(group.along);
-    const name = el("button", { type: "button", text: group.name, title: "turn the mesh by this dim" });
+    const name = el("button", { type: "button", text: group.name, title: "show the groups along this dim" });
     if (family) name.addEventListener("click", () => this.turn(group.along));
     else name.disabled = true;
     const colour = (i) => ({ "--ring": (family?.hue ?? 0).toFixed(1), "--shade": ((i % 4) * 0.07 - 0.07).toFixed(2) });

@@ -6,13 +6,13 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, final
 
-from meshcomm.errors import CommunicationError, MeshcommError
+from meshcomm.errors import CommunicationError, MeshcommError, parts_of
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.watching.exceptions import (
     about_others,
@@ -32,6 +32,8 @@ INTERRUPTED: Final = 130
 # A thread of a backend, for example.
 _ELSEWHERE = " in a thread that runs no Python"
 _BUS = ": a file that it had mapped, such as a token file, was made shorter, or /dev/shm is full"
+# See `rank_failure._end_quietly`.
+_CPP = "if a C++ exception ended it, TORCH_SHOW_CPP_STACKTRACES=1 prints its message"
 _FOLLOWED = "followed: lost a peer, or were ended by the launcher"
 
 
@@ -54,6 +56,7 @@ class Failure:
     seen: whether the rank had raised the error but not ended, as in a long `finally` block.
     held: the error that the rank had raised before this one, with its line, if a `finally` or `except` block made the call that
         failed. It may be the cause, or one that the program has handled.
+    error: the parts of the error's message, as in `parts_of`; {} if the rank left no error.
     """
 
     rank: int
@@ -71,6 +74,7 @@ class Failure:
     raised: bool = True
     seen: bool = False
     held: str = ""
+    error: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -130,6 +134,8 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
         call=facts.get("call"),
         chain=[[*each[:-1], [*each[-1]]] for each in facts.get("chain", ())],
         held="" if held is None else f"{one_line(held)}, at {place_of(held)}",
+        error=parts_of(main if isinstance(main, MeshcommError) else Exception(text_of(main)))
+        | {"type": type(main).__name__},
     )
 
 
@@ -347,7 +353,7 @@ class _Job:
             lines.append(
                 "Gloo ends a process with SIGABRT if the process receives more data than its call expects: compare the sizes"
             )
-        return lines
+        return [*lines, _CPP]
 
 
 def without_error(

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from rich.console import RenderableType
 
+from meshcomm.commands import report
 from meshcomm.commands.app import GROUPS, function_of
 from meshcomm.show.page import as_text
 
@@ -67,3 +69,8 @@ def keys(facts: Any, above: str = "") -> Iterator[str]:
     elif isinstance(facts, list):
         for item in facts:
             yield from keys(item, f"{above}[]")
+
+
+def combined(folder: Path) -> str:
+    """The text that `meshcomm report` shows of a folder."""
+    return as_text(report.view(report.facts_of(folder)), 10_000)

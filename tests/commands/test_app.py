@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typer.testing import CliRunner, Result
 from meshcomm import __version__
 from meshcomm.commands.app import GROUPS, app, function_of
 from meshcomm.config import load_config
+from meshcomm.layout.sizes import coords_text
 from meshcomm.train.parity import Difference
 from meshcomm.train.parity_job import Blame, Parity
 from tests.commands.shown import COMMANDS, recorded
@@ -110,8 +112,8 @@ SHOWN: dict[str, list[tuple[str, ...]]] = {
     "transfer": [(QUICK, MESH, *NODES), (QUICK, QUICK, "--same-ranks")],
     "dryrun": [(QUICK, "--world-size", "8", "--sample", "0", "--set", "topology.memory_gbytes=1", *NODES)],
 }  # fmt: skip
-# Ranks show the results of these commands, and test_bench.py checks them.
-ON_RANKS = ("bench",)
+# Ranks show the results of bench. The others need a job, or files of one. Their own tests check them.
+ELSEWHERE = ("bench", "export", "report", "run", "train")
 
 
 def test_every_command_with_json_is_looked_at() -> None:
@@ -119,7 +121,7 @@ def test_every_command_with_json_is_looked_at() -> None:
     with_json = [
         name for name, one in commands.commands.items() if "json" in [each.name for each in one.params]
     ]
-    assert sorted(with_json) == sorted([*SHOWN, *ON_RANKS])
+    assert sorted(with_json) == sorted([*SHOWN, *ELSEWHERE])
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,69 @@ print([name for name in ("torch", "numpy", "meshcomm.config.read", "meshcomm.lay
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert done.stdout.splitlines() == ["['meshcomm.commands.app']", "[]"], done.stderr
+
+
+WITHOUT_TORCH = """
+import sys
+from typer.testing import CliRunner
+from meshcomm.commands.app import app
+
+class Refused(Exception): ...
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise Refused
+sys.meta_path.insert(0, Finder())
+for words in sys.stdin.read().splitlines():
+    done = CliRunner().invoke(app, words.split())
+    assert isinstance(done.exception, Refused) and not done.stdout, (words, done.output, done.exception)
+    print(done.stderr, end="")
+"""
+
+
+def test_a_command_that_starts_ranks_says_so_before_torch_is_loaded(tmp_path: Path) -> None:
+    """Loading torch takes seconds, and so does starting ranks. A rank itself says nothing."""
+    (tmp_path / "x.py").touch()
+    (tmp_path / "gpus.toml").write_text("[mesh]\ndims = { dp = -1, tp = 2 }\n")
+    sizes = load_config(GPT).mesh.sizes(1024)
+    said = {
+        f"train {QUICK}": f"starting 8 ranks of {QUICK}: pp=2 dp=2 tp=2",
+        f"run {GPT} --world-size 1024 x.py": f"starting 1,024 ranks of x.py: {coords_text(sizes)}",
+        f"run {MESH} x.py": "starting 8 ranks of x.py: pp=2 dp=2 tp=2",
+        "run --world-size 3 x.py": "starting 3 ranks of x.py",
+        "run gpus.toml x.py": "starting one rank per GPU of x.py: dp=-1 tp=2",
+        f"parity {QUICK}": f"comparing 8 ranks of {QUICK}: pp=2 dp=2 tp=2 with one process, which trains first",
+        "bench": "starting 4 ranks of a mesh on this host: dp=4",
+        f"bench {QUICK}": f"starting 8 ranks of {QUICK}: pp=2 dp=2 tp=2",
+        f"simulate {MESH} --seed 3 x.py": "simulating 8 ranks of x.py: pp=2 dp=2 tp=2",
+        "dryrun --world-size 64 x.py": "dry run of 64 ranks of x.py",
+        f"dryrun {QUICK}": f"dry run of 8 ranks of {QUICK}: pp=2 dp=2 tp=2",
+    }
+    command, given = [sys.executable, "-c", WITHOUT_TORCH], "\n".join(said)
+    done = subprocess.run(command, cwd=tmp_path, input=given, capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines() == [f"meshcomm: {line}" for line in said.values()], done.stderr
+    as_rank = {**os.environ, "RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        command, cwd=tmp_path, input=given, capture_output=True, text=True, timeout=100, env=as_rank
+    )
+    assert not any(line in done.stdout for line in said.values()), done.stderr
+
+
+def test_an_error_is_json_on_stdout_and_text_on_stderr() -> None:
+    for words in (["plan", "nope.toml"], ["train", "nope.toml"], ["export", "nope", "x"], ["report", "nope"]):
+        text, as_json = meshcomm(*words), meshcomm(*words, "--json")
+        assert (text.exit_code, text.stdout, as_json.stderr) == (
+            2,
+            "",
+            text.stderr,
+        ) and as_json.exit_code == 2
+        error = json.loads(as_json.stdout)["error"]
+        assert [*error] == ["type", "what", "given", "expected", "try"]
+        assert all(
+            " ".join(part.split()) in " ".join(text.stderr.split()) for part in [*error.values()][1:] if part
+        )
+    # The option of a script is not that of the command.
+    assert meshcomm("run", "nope.py", "--json").stdout == ""
 
 
 # -- help -------------------------------------------------------------------------------------------
@@ -271,6 +336,45 @@ def test_what_follows_a_script_is_the_scripts(
     (tmp_path / "mesh.toml").write_text('[mesh]\ndims = { dp = -1 }\ndevice = "cpu"\n')
     shown = meshcomm("simulate", *words)
     assert shown.stdout.splitlines()[0] == said, shown.output
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        ("dryrun x.py --world-size 64", "meshcomm dryrun --world-size 64 x.py"),
+        ("run x.py --world=2 --lr 3", "meshcomm run --world=2 x.py --lr 3"),
+        ("simulate --seed 1 x.py a --world-size 4 b", "meshcomm simulate --seed 1 --world-size 4 x.py a b"),
+    ],
+)
+def test_an_option_that_the_command_needs_and_that_stands_behind_the_script_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, way: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    done = meshcomm(*words.split())
+    assert done.exit_code == 2 and f"  try:      {way}\n" in done.stderr, done.output
+    assert re.match(r"--world(-size)? stands behind x.py, and so belongs to the script\n", done.stderr)
+
+
+def test_an_option_behind_the_script_is_noted_if_the_script_may_have_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text(SCRIPT)
+    done = meshcomm("simulate", "--world-size", "2", "x.py", "--seed", "3", "--set", "a=1")
+    assert done.stdout.startswith("2 --seed 3 --set a=1\n"), done.output
+    assert done.stderr.startswith(
+        "meshcomm: --seed, --set stand behind x.py, and so belong to the script; if meshcomm is meant: "
+        "meshcomm simulate --world-size 2 --seed 3 --set a=1 x.py\n"
+    )
+    assert meshcomm("parity", QUICK, "nope.py", "--steps", "3").stderr.startswith(
+        "meshcomm: --steps stands behind"
+    )
+    # A value before the script, or a word that is no option of the command.
+    for more in (["--seed", "1"], []):
+        late = ["--seed", "3"] if more else ["--lr", "3"]
+        done = meshcomm("simulate", "--world-size", "2", *more, "x.py", *late)
+        assert done.stderr == "meshcomm: simulating 2 ranks of x.py\n", done.output
 
 
 def test_world_is_a_second_name_of_world_size_in_every_command_that_takes_it() -> None:

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.commands.report import combined
+from meshcomm.commands import app
+from meshcomm.commands.report import view
 from meshcomm.errors import LaunchError
+from meshcomm.show.page import as_text
 from meshcomm.watching.words import UNKNOWN
+from tests.commands.shown import combined
 
 GROUP: dict[str, Any] = {
     "label": "dp",
@@ -125,6 +129,14 @@ def test_the_reports_of_the_newest_run_are_read(tmp_path: Path) -> None:
     assert "rank 5" in text and "rank 3" not in text
     assert "no rank was found waiting for another: the reports do not show a cause" in text
     assert "rank 3" in combined(tmp_path / "20261121-235959-one")
+    shown = CliRunner().invoke(app, ["report", str(tmp_path), "--json"]).stdout
+    facts = json.loads(shown)
+    assert [*facts] == ["folder", "runs", "cause", "ranks"] and facts["runs"] == 2
+    assert [(rank["rank"], rank["coords"], rank["failed"]) for rank in facts["ranks"]] == [
+        (5, {"dp": 0}, None)
+    ]
+    # The text shows nothing that the JSON lacks.
+    assert f"{as_text(view(facts), 10_000)}\n" == CliRunner().invoke(app, ["report", str(tmp_path)]).stdout
 
 
 def test_a_folder_without_reports(tmp_path: Path) -> None:

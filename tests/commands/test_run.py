@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -101,7 +102,8 @@ def well(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def test_run_gives_a_script_its_mesh_and_its_arguments(well: Ended) -> None:
-    assert (well.code, well.err) == (0, "")
+    said = [line for line in well.err.splitlines() if "ranks are up" not in line]
+    assert (well.code, said) == (0, ["meshcomm: starting 2 ranks of script.py: dp=1 tp=2"])
     assert well.lines[:2] == [f"{rank} {{'dp': 0, 'tp': {rank}}} 3 ['--steps', '3'] 42" for rank in range(2)]
 
 
@@ -207,6 +209,47 @@ while True:
     assert alive(tmp_path) == []
 
 
+def test_json_is_all_of_stdout_and_has_the_cause(pool: Pool, tmp_path: Path) -> None:
+    script = """
+with meshcomm.init() as mesh:
+    print("printed", flush=True)
+    mesh.all_reduce("dp", torch.ones(1), op="summ" if mesh.rank == 3 else "sum")
+"""
+    words = written(tmp_path, script, CONFIG)
+    words.insert(3, "--json")
+    code, out, err = Job(pool, tmp_path, *words).finish()
+    facts = json.loads(out)
+    assert (code, facts["exit_code"], facts["world_size"]) == (2, 2, 4) and "printed\n" in err
+    error = facts["error"]
+    assert (error["type"], error["rank"], error["name"]) == ("UnsupportedOp", 3, "rank 3 (dp=1 tp=1)")
+    assert "no reduce op 'summ'" in error["what"] and error["given"] == "op='summ'"
+    assert error["try"] == 'op="sum"' and error["at"] == "script.py:5 in <module>"
+    assert err.endswith("".join(f"meshcomm: {line}\n" for line in error["lines"]))
+    # An exit code alone is no error of the rank's.
+    words = written(tmp_path, "raise SystemExit(3)", CONFIG)
+    words.insert(3, "--json")
+    error = json.loads(Job(pool, tmp_path, *words).finish()[1])["error"]
+    assert (error["type"], error["what"], error["given"]) == (None, "ended with exit code 3", None)
+
+
+@pytest.mark.parametrize("shown", ["0", "1"])
+def test_a_fault_after_the_compared_calls_begins_with_our_line(
+    pool: Pool, tmp_path: Path, shown: str
+) -> None:
+    """Gloo ends the rank by a C++ exception that nothing catches."""
+    script = """
+with meshcomm.init() as mesh:
+    for call in range(70):
+        mesh.all_reduce("tp", torch.ones(4000 if call < 66 or mesh.rank % 2 else 7))
+"""
+    words = written(tmp_path, script, CONFIG.replace("dp = 2", "dp = 1"))
+    code, _, err = Job(pool, tmp_path, *words, env={"TORCH_SHOW_CPP_STACKTRACES": shown}).finish()
+    assert code == 134 and ("terminate called" in err) == (shown == "1"), err
+    assert err.startswith(
+        "terminate called" if shown == "1" else "meshcomm: rank 0 (dp=0 tp=0) was ended by SIGABRT"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -228,6 +271,8 @@ while True:
         (["run", "nothing.toml", "script.py"], "nothing.toml"),
         (["run", "--world-size", "6", "mesh.toml", "script.py"], "2*2 = 4, world is 6"),
         (["train", "mesh.toml", "--set", "mesh.dims.tp=runs/x"], "mesh.dims.tp"),
+        (["run", "mesh.toml", "--set", "mesh.device=cuda", "script.py"], "this host has no cuda device"),
+        (["run", "mesh.toml", "--set", "mesh.backend=mpi", "script.py"], "torch has no backend mpi"),
     ],
 )
 def test_a_wrong_call_ends_before_any_process_starts(

@@ -21,7 +21,7 @@ def test_the_command(tmp_path: Path) -> None:
     bad.write_text("import meshcomm\nmesh = meshcomm.init()\nif mesh.rank:\n    mesh.barrier('tp')\n")
     done = CliRunner().invoke(app, ["simulate", config, str(bad)])
     assert done.exit_code == 2
-    assert done.stderr.startswith(
+    assert done.stderr.partition("\n")[2].startswith(
         "rank 0 returned while rank 1 waits\n"
         "  given:    rank 1 (pp=0 dp=0 tp=1) waits in barrier, call 1 on tp[pp=0 dp=0] at "
         f"{bad}:4; rank 0 has returned\n"

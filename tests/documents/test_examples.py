@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import meshcomm
 from meshcomm.config import load_config
-from meshcomm.mesh.source import world_of_mesh
 from meshcomm.simulator.run import simulate_script
 from meshcomm.testing import Pool
 
@@ -76,7 +75,7 @@ def said(name: str) -> Said:
         else:
             assert len(words) == 4, line
             config = ROOT / words[2]
-            commands[words[1]] = Command(config, world_of_mesh(load_config(config).mesh))
+            commands[words[1]] = Command(config, load_config(config).mesh.smallest_world())
     assert set(commands) == {"run", "simulate"}
     prints = [line[4:] for line in found["prints"].splitlines()]
     return Said(found["shows"], commands["run"], commands["simulate"], prints)

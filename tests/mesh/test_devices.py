@@ -17,7 +17,7 @@ from meshcomm.comm import Communicator
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import LaunchError, MeshcommError, ShapeError
 from meshcomm.mesh.desync import period_s
-from meshcomm.mesh.devices import choose_device, refuse_shared
+from meshcomm.mesh.devices import check_host, choose_device, refuse_shared
 from meshcomm.mesh.source import MeshOnly
 from meshcomm.mesh.watchdog import look_interval_s
 from meshcomm.rendezvous.launcher import Launch, find_launch
@@ -57,6 +57,26 @@ def test_the_device_is_the_local_rank_s_or_the_program_s(
 ) -> None:
     pretend(monkeypatch, visible, current)
     assert choose_device("auto", find_launch(env)) == torch.device("cuda", index)
+
+
+def test_what_no_rank_could_use_is_refused_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may register a backend or a device that torch does not know; it is not looked for."""
+
+    def check(**keys: Any) -> None:
+        check_host(MeshOnly(MeshConfig(dims={"dp": -1}, **keys)), 4)
+
+    check(device="cpu", backend="mine")
+    check(device="mine")
+    with pytest.raises(LaunchError, match="torch has no backend mpi"):
+        check(device="cpu", backend="mpi")
+    if not torch.cuda.is_available():
+        with pytest.raises(LaunchError, match="this host has no cuda device"):
+            check(device="cuda")
+    pretend(monkeypatch, visible=4)
+    check(device="cuda", backend="nccl")
+    pretend(monkeypatch, visible=2)
+    with pytest.raises(LaunchError, match=r"4 ranks on a host with 2 cuda device"):
+        check(device="cuda", backend="nccl")
 
 
 def test_without_a_local_rank_nobody_guesses_among_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
-from meshcomm.commands.report import combined
 from meshcomm.errors import CollectiveTimeout
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.testing import Pool
 from meshcomm.transport import SoloTransport
 from meshcomm.watching.counters import counter_of
+from tests.commands.shown import combined
 from tests.forked_jobs import Job
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 from tests.watching.test_timer import _Work

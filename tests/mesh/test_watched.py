@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshcomm
-from meshcomm.commands.report import combined
 from meshcomm.errors import CallMismatchError, ConfigError, MeshMismatchError, UnsupportedOp
 from meshcomm.mesh import Watch, watched
 from meshcomm.testing import Pool
 from meshcomm.transport import torch_private
 from meshcomm.watching.timer import is_held
+from tests.commands.shown import combined
 from tests.forked_jobs import Job
 from tests.group_hooks import needs_group_hooks
 from tests.ranks import on_ranks

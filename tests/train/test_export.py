@@ -66,6 +66,9 @@ def test_an_exported_file_is_the_published_format_and_has_the_weights_bit_by_bit
     result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(file)])
     assert result.exit_code == 0, result.output
     assert result.output.startswith(f"{path} -> {file}: step 40, {len(expected)} tensors, ")
+    as_json = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(file), "--json"]).stdout
+    facts = {"source": str(path), "target": str(file), "step": 40, "tensors": len(expected)}
+    assert json.loads(as_json) == facts | {"bytes": file.stat().st_size}
     # The safetensors package reads the file; it knows nothing about the writer.
     with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
         assert opened.metadata() == {"format": "pt"}

@@ -182,7 +182,7 @@ def test_a_rank_that_is_pointed_at_shows_its_groups(browser: Browser) -> None:
         assert tab.text("#rank h3").split("\n")[0].startswith("rank 5")
         assert "pp=0 one=0 dp=2 tp=1" in tab.text("#rank") and "expert: pp=0 edp=1 ep=1" in tab.text("#rank")
         own = {name: layout.group_of(5, name).tolist() for name in layout.names}
-        alone = "alone: no group"
+        alone = "one rank: no group"
         assert ranks_in_panel(tab) == {
             name: " ".join(map(str, group)) if len(group) > 1 else alone for name, group in own.items()
         }
@@ -193,7 +193,7 @@ def test_a_rank_that_is_pointed_at_shows_its_groups(browser: Browser) -> None:
         shared = {rank: tab.attribute(f'.cell[data-rank="{rank}"]', "data-shared")[0] for rank in sorted(lit)}
         assert shared == {13: "pp", 4: "tp", 1: "dp", 3: "dp", 7: "dp", 12: "model", 6: "ep"}
         assert (
-            f"ring: from {layout.neighbor_rank(5, 'dp', -1)}, to {layout.neighbor_rank(5, 'dp', 1)}"
+            f"ring neighbors: previous {layout.neighbor_rank(5, 'dp', -1)}, next {layout.neighbor_rank(5, 'dp', 1)}"
             in tab.text(".group[data-family=dp]")
         )
         assert "inside one node" in tab.text(".group[data-family=tp]")
@@ -326,7 +326,9 @@ def test_traffic_of_a_step_and_what_the_run_counted(browser: Browser, tmp_path: 
         took = {row["along"][0]: row["seconds"] for row in rows}
         assert [float(x) for x in tab.attribute(".flow", "data-total")] == sorted(took.values(), reverse=True)
         tab.click(".flow[data-along=tp] button")
-        assert tab.text("#caption") == " · ".join(("tp: 4 groups of 2 ranks", *tp["record"], "plays tensor"))
+        assert tab.text("#caption") == " · ".join(
+            ("tp: 4 groups of 2 ranks", *tp["record"], "tensor parallelism")
+        )
         # Values that the run counted are labelled as counted.
         with running(tmp_path, settings) as file:
             file.write(step(1))
@@ -334,9 +336,9 @@ def test_traffic_of_a_step_and_what_the_run_counted(browser: Browser, tmp_path: 
         tab.wait("document.querySelector('input[name=measure][value=measured]')")
         tab.click("input[name=measure][value=measured] + span")
         assert tab.attribute(".flow", "data-along") == ["dp", "made_later"]
-        assert "all_reduce: 7 calls, 2 MB, 500 ms inside them" in tab.text("#bars")
+        assert "all_reduce: 7 calls, 2 MB, 500 ms in the calls" in tab.text("#bars")
         assert "Counted by rank 0 over 5 steps" in tab.text("#bars")
-        assert "send, asynchronous: 1 call, 4.1 kB, 0 us inside it" in tab.text("#bars")
+        assert "send, asynchronous: 1 call, 4.1 kB, 0 us in the call" in tab.text("#bars")
 
 
 def test_a_run_is_followed_from_before_it_begins(browser: Browser, tmp_path: Path) -> None:
@@ -395,7 +397,7 @@ def test_a_run_that_says_nothing_for_long_is_not_called_running(browser: Browser
         os.utime(file.path, (1, 1))
         with opened(browser, server.url) as tab:
             tab.wait("document.querySelector('#state').dataset.state === 'silent'")
-            assert re.match(r"no news for [\d ]+ h \d+ min, step 1 of 30", tab.text("#state"))
+            assert re.match(r"no new metrics for [\d ]+ h \d+ min, step 1 of 30", tab.text("#state"))
 
 
 def test_a_page_without_its_server_says_so(browser: Browser, tmp_path: Path) -> None:

@@ -187,11 +187,12 @@ def test_an_abort_is_told_with_the_calls_that_the_others_were_in() -> None:
     left = [called(rank, 9.0, "all_reduce", 71, follows=True, bytes=24, missing=(3,)) for rank in (0, 1)]
     left.append(called(2, 9.0, "all_reduce", 71, follows=True, bytes=16, missing=(3,)))
     lines = told(left, {3: -6})[0]
-    assert lines[:4] == [
+    assert lines[:5] == [
         "rank 3 (pp=0 tp=3) was ended by SIGABRT",
         "ranks 0 1: in all_reduce of 24 bytes, call 71 on tp, at train.py:6",
         "rank 2: in all_reduce of 16 bytes, call 71 on tp, at train.py:6",
         "Gloo ends a process with SIGABRT if the process receives more data than its call expects: compare the sizes",
+        "if a C++ exception ended it, TORCH_SHOW_CPP_STACKTRACES=1 prints its message",
     ]
 
 
