@@ -36,7 +36,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Give cells that begin with an answer its class, and make the links of notebooks those of the site."""
+    """Give cells that begin with an answer its class, drop backslashes before bars, and make the links of notebooks those of the site."""
+    html = re.sub(r"(<td>(?:(?!</td>).)*?<code>[^<]*)\\\|", r"\1|", html)
     if page.file.src_uri.endswith(".ipynb"):
         html = re.sub(r'(href="(?!\w+:)[^"#]+)\.md(?=[#"])', r"\1.html", html)
     return re.sub(r"<td>(?=(yes|part|no)(?: /|[:,(<]))", r'<td class="\1">', html)

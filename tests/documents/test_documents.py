@@ -21,8 +21,11 @@ from meshcomm.config import load_config
 from meshcomm.errors import MeshMismatchError
 from meshcomm.testing import Pool
 from tests.documents import tool
-from tests.documents.blocks import llama
+from tests.documents.blocks import blocks, llama
+from tests.documents.shown import differs
 from tests.faults.rows import ROWS
+from tests.forked_jobs import Job
+from tests.group_hooks import needs_group_hooks
 from tests.train.parity_bugs import BUGS
 from tests.train.parity_cases import CASES
 
@@ -90,6 +93,15 @@ def open_another_mesh() -> str:
 def test_the_error_on_the_first_page_is_real(pool: Pool) -> None:
     (text,) = {*pool.run(open_another_mesh, ranks=8)}
     assert f"\nMeshMismatchError: {text}\n" in (ROOT / "README.md").read_text()
+
+
+@needs_group_hooks
+def test_the_error_on_the_front_page_of_the_site_is_real(pool: Pool, tmp_path: Path) -> None:
+    script, shown, *_ = blocks("docs/index.md")
+    (tmp_path / "train.py").write_text(script.text)
+    command, printed = shown.text.split("\n", 1)
+    code, out, err = Job(pool, tmp_path, "-m", *command.removeprefix("$ ").split()).finish()
+    assert code == 2 and differs(printed, out + err) is None, err
 
 
 JUNIT = """<testsuites><testsuite>
