@@ -93,14 +93,17 @@ class Mesh(AlongDims):
     label: str = _of_state("label")
     warm_up_s: Mapping[str, float] = _of_state("warm_up_s")
     closed: bool = _of_state("closed")
+    device: torch.device
+    is_fake: bool
+    functional: Functional
 
     def __init__(self, state: State) -> None:
         self._at = CommunicatorCache(lambda dims: self._state.explain(dims))
         self.device, self.is_fake = state.device, state.is_fake
         self._live(state)
-        self.objects = Objects(self._at, self.device, self.is_fake)
-        self.debug = Debug(self)
-        self.elastic = Elastic(self)
+        self.objects: Objects = Objects(self._at, self.device, self.is_fake)
+        self.debug: Debug = Debug(self)
+        self.elastic: Elastic = Elastic(self)
 
     def _live(self, state: State) -> None:
         """Take a state, also that of a reopened mesh. All else stays but `functional`, as graphs from before are refused."""

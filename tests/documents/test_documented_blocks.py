@@ -21,19 +21,13 @@ pytestmark = pytest.mark.long
 ALL = {page: blocks(page) for page in pages()}
 
 
-# These pages are made from docstrings. pytest runs the examples in the source files.
-MADE = "docs/reference/api/"
 # This page trains eight models.
 LONG = ("docs/guide/models.md",)
 
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[pytest.mark.parity] * (page in LONG))
-        for page, found in ALL.items()
-        if found and not page.startswith(MADE)
-    ],
+    [pytest.param(page, marks=[pytest.mark.parity] * (page in LONG)) for page, found in ALL.items() if found],
 )
 def test_every_block_of_the_page_runs(
     page: str, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch

@@ -105,14 +105,15 @@ def test_the_workflow_tests_every_python_and_every_torch() -> None:
     assert torches[0].startswith(least.removeprefix("torch>="))
 
 
-def test_the_site_that_is_published_is_the_one_that_is_built() -> None:
-    folder = yaml.safe_load((ROOT / "properdocs.yml").read_text())["site_dir"]
-    (uploaded,) = [
-        step["with"]["path"]
-        for step in WORKFLOWS["docs"]["jobs"]["build"]["steps"]
-        if step.get("uses", "").startswith("actions/upload-pages-artifact")
-    ]
-    assert uploaded == folder
+def test_the_site_is_published_by_its_version_after_it_was_built() -> None:
+    site = yaml.load((ROOT / "properdocs.yml").read_text(), yaml.BaseLoader)
+    jobs = WORKFLOWS["docs"]["jobs"]
+    assert site["extra"]["version"]["provider"] == "mike"
+    assert [name for name, job in jobs.items() if "permissions" in job] == ["publish"]
+    assert jobs["publish"]["needs"] == "build" and jobs["publish"]["if"] == "github.event_name == 'push'"
+    runs = "\n".join(step.get("run", "") for step in jobs["publish"]["steps"])
+    assert re.findall(r"^mike deploy .*", runs, re.M)
+    assert f"cp {site['site_dir']}/404.html pages" in runs
 
 
 def test_only_the_job_that_publishes_may_do_so() -> None:
