@@ -11,14 +11,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 import meshcomm
 from meshcomm.errors import MeshcommError
+from meshcomm.mesh import watched
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, new_job
 from meshcomm.transport.variables import with_variables
 
 
-def script(folder: str, arguments: list[str], config: str | None, overrides: list[str]) -> tuple[int, str]:
-    """Run a script on this rank as `python SCRIPT ARGUMENTS` or `meshcomm run CONFIG SCRIPT ARGUMENTS` does.
+def script(
+    folder: str, arguments: list[str], config: str | None, overrides: list[str], watches: bool = False
+) -> tuple[int, str]:
+    """Run a script on this rank as `python SCRIPT ARGUMENTS` or, if it watches, `meshcomm run CONFIG SCRIPT ARGUMENTS` does.
 
     Returns the exit code and the text for stderr.
     """
@@ -26,12 +31,18 @@ def script(folder: str, arguments: list[str], config: str | None, overrides: lis
     with _inside(folder, variables):
         sys.argv = list(arguments)
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        if watches:
+            watched.watch_if_possible(False)
         try:
             runpy.run_path(arguments[0], run_name="__main__")
         except MeshcommError as error:
             return 2, f"{type(error).__name__}: {error}"
         except SystemExit as left:
             return (left.code if isinstance(left.code, int) else int(left.code is not None)), ""
+        finally:
+            # The process goes on, with another program.
+            if dist.is_initialized():
+                dist.destroy_process_group()
     return 0, ""
 
 

@@ -187,9 +187,16 @@ class Page:
         return ended
 
     def _script(
-        self, arguments: list[str], size: int, config: str | None, overrides: list[str], code: int
+        self,
+        arguments: list[str],
+        size: int,
+        config: str | None,
+        overrides: list[str],
+        code: int,
+        watches: bool = False,
     ) -> str:
-        ended = self._called(partial(ranks.script, str(self.folder), arguments, config, overrides), size)
+        call = partial(ranks.script, str(self.folder), arguments, config, overrides, watches)
+        ended = self._called(call, size)
         codes = {one.value[0] for one in ended}
         text = "".join(one.out + one.value[1] + "\n" * bool(one.value[1]) for one in ended)
         if max(codes) != code:
@@ -273,10 +280,10 @@ class Page:
                 raise Wrong(f"{command.line}: an option that the tests do not know: {own[0]}")
             own = own[2:]
         if own[0].endswith(".py"):
-            return self._script(own, world or 1, None, [], code)
+            return self._script(own, world or 1, None, [], code, True)
         settings = load_config(own[0], overrides)
         size = world or math.prod(settings.mesh.sizes(None).values())
-        return self._script(own[1:], size, own[0], overrides, code)
+        return self._script(own[1:], size, own[0], overrides, code, True)
 
     def _output(self, block: Block) -> None:
         if self.printed is None:

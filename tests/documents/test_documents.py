@@ -25,6 +25,8 @@ from meshcomm.testing import Pool
 from tests.documents import tool
 from tests.documents.blocks import llama
 from tests.faults.rows import ROWS
+from tests.forked_jobs import Job
+from tests.group_hooks import needs_group_hooks
 from tests.train.parity_bugs import BUGS
 from tests.train.parity_cases import CASES
 
@@ -104,6 +106,15 @@ def test_the_pictures_are_what_is_made_now() -> None:
         name = f"images/{make.__name__}.svg"
         assert (DOCS / name).read_text(encoding="utf-8") == make(), "run: python docs/tools/pictures.py"
         assert f"]({name})" in page
+
+
+@needs_group_hooks
+def test_the_terminal_on_the_first_page_shows_what_is_printed_now(pool: Pool, tmp_path: Path) -> None:
+    terminal = tool("terminal")
+    (tmp_path / "train.py").write_text(terminal.script())
+    code, out, err = Job(pool, tmp_path, "-m", *terminal.COMMAND).finish()
+    assert code == 2 and terminal.PICTURE.read_text("utf-8") == terminal.picture(out + err), err
+    assert "](docs/images/hang.svg)" in (ROOT / "README.md").read_text()
 
 
 def open_another_mesh() -> str:
