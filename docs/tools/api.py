@@ -93,7 +93,7 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "data_parallel": (
         "Data and pipeline parallelism",
         "Building blocks for custom training loops. Guides: [your own loop](../../guide/own.md), [pipelines](../../guide/pipeline.md).",
-        "GradientSync parallel.Pipelined parallel.* parallel.norm.GradientNorm parallel.optimizer.decay_groups "
+        "GradientSync clip_grad_norm_ parallel.Pipelined parallel.* parallel.optimizer.decay_groups "
         "parallel.dropout.Dropout parallel.dropout.Drops",
     ),
     "tensor_parallel": (
