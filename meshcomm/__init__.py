@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshcomm.mesh import watch as watch
     from meshcomm.models import ModelSpec as ModelSpec
     from meshcomm.parallel import GradientSync as GradientSync
+    from meshcomm.parallel import clip_grad_norm_ as clip_grad_norm_
     from meshcomm.parallel import tensor_parallel as tensor_parallel
     from meshcomm.pattern import explain_pattern as explain_pattern
     from meshcomm.simulator import simulate as simulate
@@ -39,7 +40,7 @@ _FOLDERS = {
     "layout": ("GroupOptions", "Layout", "Plan"),
     "mesh": ("Mesh", "from_groups", "init", "watch"),
     "models": ("ModelSpec",),
-    "parallel": ("GradientSync", "tensor_parallel"),
+    "parallel": ("GradientSync", "clip_grad_norm_", "tensor_parallel"),
     "pattern": ("explain_pattern",),
     "simulator": ("simulate",),
     "train": ("Trainer",),

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 import meshcomm
 from meshcomm.errors import CommunicationError
 from meshcomm.parallel import tensor_parallel
-from meshcomm.parallel.norm import GradientNorm
 
 PLAN = {
     "model.embed_tokens": "vocab",
@@ -90,14 +89,13 @@ class Generators:
 def train(mesh: meshcomm.Mesh, policy: Any, generators: Generators) -> Iterator[float]:
     """Yield the mean reward of each step's samples, the same on every rank."""
     optimizer = torch.optim.AdamW(policy.parameters(), LEARNING_RATE, weight_decay=0.0)
-    norm = GradientNorm(mesh, policy)
     for step in count(1):
         sequences, log_probs = generators.sample(version=step)
         reward = rewards(sequences)
         for _ in range(EPOCHS):
             optimizer.zero_grad()
             loss(policy, sequences, log_probs, advantages(reward)).backward()
-            norm.clip_(1.0)
+            meshcomm.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
         yield mesh.all_reduce("fsdp", reward.mean(), op="avg").item()
 

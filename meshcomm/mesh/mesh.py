@@ -156,12 +156,12 @@ class Mesh(AlongDims):
         self._state.member()
         if self._state.data_dims is None:
             dims = tuple(self.layout.dims)
-            some = f'"{dims[0]}"' if len(dims) == 1 else f'("{dims[0]}", "{dims[1]}")'
             raise LayoutError(
                 "the mesh does not know along which dims samples differ",
                 given=f"dims {', '.join(dims)}, and no [parallel] section that assigns their roles",
                 expected="a mesh opened with a configuration that has [parallel]",
-                hint=f"mesh.coord({some}) and mesh.size({some}), with the dims along which your samples differ",
+                hint=f'mesh.coord("{dims[0]}") and mesh.size("{dims[0]}"), or a merged dim, without dims whose ranks read the '
+                "same samples: tensor, pipeline, context",
             )
         return self._state.data_dims
 

@@ -2,6 +2,7 @@
 
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync
+from meshcomm.parallel.norm import clip_grad_norm_
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, Stage, TiedWeight, split_layers
 from meshcomm.parallel.tensor import (
     ColumnParallel,
@@ -28,6 +29,7 @@ __all__ = [
     "TiedWeight",
     "VocabParallelEmbedding",
     "assign",
+    "clip_grad_norm_",
     "cross_entropy",
     "local",
     "split_layers",

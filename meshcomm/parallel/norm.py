@@ -1,22 +1,206 @@
-"""The 2-norm of all gradients over a full mesh, with every parameter counted once."""
+"""The norm of all gradients over all ranks, with every parameter counted once, and clipping to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, final
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import LayoutError, TrainingError
 from meshcomm.layout.names import listed
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.tensor.parameters import local, split_dims
-from meshcomm.parallel.torch_private import norms, scale_all
+from meshcomm.parallel.tensor.parameters import local, split_axes, split_dims
+from meshcomm.parallel.torch_private import norms, scale_all, wrapper_of
 
 # The number of elements that are squared at a time: float64 copies of full gradients would take twice their memory.
 _BLOCK = 1 << 20
+
+# A dim's name, or a group's.
+K = TypeVar("K", bound=Hashable)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    pipeline: DeviceMesh | None = None,
+    skip: Iterable[Tensor] = (),
+) -> Tensor:
+    """Clip gradients as torch.nn.utils.clip_grad_norm_ does in one process, wherever the parameters are split.
+
+        meshcomm.clip_grad_norm_(model.parameters(), 1.0)
+
+    Parameters may be of FSDP2, tensor parallel (DTensors), in a GradientSync or DistributedDataParallel, or plain, in any
+    mixture, on any DeviceMeshes. A DTensor records along which dims it is split. Along these dims, its parts are added, each
+    once. Every other tensor is assumed to be equal on all ranks. A DTensor's gradient that is a pending sum, as after torch's
+    SequenceParallel, is summed first.
+
+    Args:
+        norm_type: more than 0; inf is the largest absolute value.
+        error_if_nonfinite: whether a norm that is inf or nan raises an error. If not, gradients are multiplied by
+            `max_norm / norm` as in torch, so they become 0 or nan.
+        pipeline: the dim along which ranks hold different parameters, as `mesh["pp"]`.
+        skip: parameters that another stage counts (tied embeddings). They are scaled too.
+
+    Called by: every rank, with the same parameters, or those of its stage, after all gradients are summed. Parameters
+               without a gradient count as 0.
+    Sends:     one message of a few bytes along each dim along which a parameter is split, then one along the pipeline.
+    Returns:   the norm before clipping, float64 (), equal on all ranks.
+    Raises:    TrainingError if max_norm or norm_type is not positive, for a norm that is not finite, or for parameters of
+               FSDP1 or of DistributedDataParallel after parallelize_module; LayoutError if a parameter is split along the pipeline.
+    """
+    held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    order = float(norm_type)
+    if not (max_norm > 0 and order > 0):
+        raise TrainingError(
+            "gradients cannot be clipped to this norm",
+            given=f"max_norm = {max_norm}, norm_type = {norm_type}",
+            expected="more than 0",
+            hint="max_norm = 1.0; max_norm = math.inf to clip nothing; norm_type = 2, 1 or math.inf",
+        )
+    if wrappers := {wrapper_of(parameter) for parameter in held} - {""}:
+        raise TrainingError(
+            "the parameters do not record how they are split",
+            given=f"parameters of {', '.join(sorted(wrappers))}",
+            expected="DTensors, as of fully_shard (FSDP2) and tensor parallelism, or parameters that are not split",
+            hint='fully_shard(module, mesh=mesh["dp"]); or meshcomm.GradientSync(mesh, "dp", module)',
+        )
+    groups: dict[str, _Group] = {}
+    keys = [tuple(_names_of(parameter, groups)) for parameter in held]
+    stages = None if pipeline is None or pipeline.size() == 1 else _Group.of(pipeline, 0)
+    if stages is not None and stages.group.group_name in groups:
+        raise LayoutError(
+            "parameters cannot be split along the pipeline dim too",
+            given=f"pipeline {pipeline}, and DTensors that are split along it",
+            expected="parameters that are not split along the pipeline dim",
+            hint="pass no pipeline, or use a DeviceMesh without its dim",
+        )
+    there = [(key, x) for key, x in zip(keys, held, strict=True) if x.grad is not None]
+    gradients = [_whole_sum(parameter) for _, parameter in there]
+    # torch has no largest value of a part without elements.
+    measured = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
+    each = _norms([_real(gradient, order) for gradient in measured], order)
+    join = torch.amax if math.isinf(order) else torch.sum
+    if join is torch.sum:
+        each = each.pow(order)
+    skipped = {id(parameter) for parameter in skip}
+    values: dict[tuple[str, ...], list[Tensor]] = {
+        # Ranks have other groups, but dims of the same names.
+        key: [each.new_zeros(())]
+        for key in sorted({*keys}, key=lambda key: [groups[name].dim for name in key])
+    }
+    for (key, parameter), value in zip(there, each.unbind(), strict=True):
+        if id(parameter) not in skipped:
+            values[key].append(value)
+    norm = join(
+        _of_all(
+            {key: join(torch.stack(some)) for key, some in values.items()},
+            each.sum(),
+            sorted(groups, key=lambda name: groups[name].dim),
+            lambda name, x: groups[name].reduce(x, join),
+        )
+    )
+    if stages is not None:
+        norm = stages.reduce(norm, join)
+    if join is torch.sum:
+        norm = norm.pow(1 / order)
+    if error_if_nonfinite and not norm.isfinite():
+        raise TrainingError(
+            "the norm of the gradients is not finite",
+            given=f"{norm.item()}, of order {order:g}",
+            expected="finite gradients",
+            hint="skip this step, or error_if_nonfinite=False",
+        )
+    _scale([_real(gradient) for gradient in gradients], _factor(max_norm, norm))
+    return norm
+
+
+class _Group(NamedTuple):
+    """A group along which ranks hold different gradients. dim: its name in the DeviceMesh, the same on all ranks."""
+
+    dim: str
+    device: torch.device
+    group: dist.ProcessGroup
+
+    @staticmethod
+    def of(where: DeviceMesh, axis: int) -> _Group:
+        names = where.mesh_dim_names
+        return _Group(
+            names[axis] if names else str(axis), torch.device(where.device_type), where.get_group(axis)
+        )
+
+    def reduce(self, values: Tensor, join: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum or the largest value of all ranks, element by element. It is nan if a rank's value is nan."""
+        sent = values.to(self.device, copy=True)
+        if join is torch.sum:
+            dist.all_reduce(sent, group=self.group)
+        else:
+            # A backend's maximum may drop nan.
+            sent = torch.stack([sent.nan_to_num(0.0, posinf=math.inf), sent.isnan().double()])
+            dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.group)
+            sent = torch.where(sent[1] > 0, math.nan, sent[0])
+        return sent.to(values.device)
+
+
+def _names_of(parameter: Tensor, groups: dict[str, _Group]) -> Iterator[str]:
+    """Yield the names of the groups along which a parameter is split, and add them to `groups`."""
+    for axis in split_axes(parameter):
+        assert isinstance(parameter, DTensor)
+        found = _Group.of(parameter.device_mesh, axis)
+        groups.setdefault(found.group.group_name, found)
+        yield found.group.group_name
+
+
+def _whole_sum(parameter: Tensor) -> Tensor:
+    """Return this rank's part of the gradient. A gradient that is a pending sum is summed first, and replaced."""
+    grad = parameter.grad
+    if (
+        isinstance(grad, DTensor)
+        and isinstance(parameter, DTensor)
+        and grad.placements != parameter.placements
+    ):
+        parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+    assert grad is not None
+    return local(grad)
+
+
+def _real(gradient: Tensor, order: float = 2.0) -> Tensor:
+    """Return a gradient as real numbers with the same norm: for order 2, a view of a complex one as pairs."""
+    if not gradient.is_complex():
+        return gradient
+    return torch.view_as_real(gradient) if order == 2.0 else gradient.abs()
+
+
+def _factor(max_norm: float, norm: Tensor) -> Tensor:
+    # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _of_all(
+    parts: dict[tuple[K, ...], Tensor],
+    total: Tensor,
+    dims: Iterable[K],
+    reduce: Callable[[K, Tensor], Tensor],
+) -> Tensor:
+    """Return the values of all classes of parameters, each reduced along the dims in its key, stacked.
+
+    total: the sum on this rank. If it is not finite, all ranks along all dims get it, even if its class is not reduced.
+    """
+    total = torch.where(total.isfinite(), 0.0, total)
+    for dim in dims:
+        along = [key for key in parts if dim in key]
+        *reduced, total = reduce(dim, torch.stack([*(parts[key] for key in along), total])).unbind()
+        parts.update(zip(along, reduced, strict=True))
+    return torch.stack([*parts.values(), total])
 
 
 class _Named(NamedTuple):
@@ -25,11 +209,8 @@ class _Named(NamedTuple):
 
     def gradient(self) -> Tensor:
         """Return this rank's part of the gradient, which must exist. A complex one is viewed as pairs of real numbers."""
-        part = self.parameter.grad
-        assert part is not None
-        if isinstance(part, DTensor):
-            part = local(part)
-        return torch.view_as_real(part) if part.is_complex() else part
+        assert self.parameter.grad is not None
+        return _real(local(self.parameter.grad))
 
 
 @final
@@ -112,42 +293,15 @@ class GradientNorm:
         parts = self.each.square().split([*counts, len(self._held) - sum(counts)])
         squares = {dims: part.sum() for dims, part in zip(self._classes, parts, strict=False)}
         total = sum([part.sum() for part in parts], torch.zeros_like(self.each[:0].sum()))
-        # The value 0, inf or nan is sent along all dims, even if the gradient itself is not added.
-        total = torch.where(total.isfinite(), 0.0, total)
-        for dim in self._dims:
-            along = [dims for dims in squares if dim in dims]
-            stacked = torch.stack([*(squares[dims] for dims in along), total])
-            *sums, total = self._mesh.all_reduce(dim, stacked).unbind()
-            squares.update(zip(along, sums, strict=True))
-        total = sum(squares.values(), total)
+        total = _of_all(squares, total, self._dims, lambda dim, x: self._mesh.all_reduce(dim, x)).sum()
         if self._pipeline is not None:
             total = self._mesh.all_reduce(self._pipeline, total)
         return total.sqrt()
 
     @torch.no_grad()
-    def clip_(self, max_norm: float) -> Tensor:
-        """Scale all gradients in place by min(1, max_norm / norm), and return the norm before scaling.
-
-        If the norm is not finite, nothing changes. Callers and errors are as for `norm`. Also raises
-        TrainingError if max_norm is not positive.
-        """
-        if not max_norm > 0:
-            raise TrainingError(
-                "gradients cannot be clipped to this norm",
-                given=f"max_norm = {max_norm}",
-                expected="more than 0",
-                hint="max_norm = 1.0, or norm() to clip nothing",
-            )
-        norm = self.norm()
-        self.scale_(max_norm, norm)
-        return norm
-
-    @torch.no_grad()
     def scale_(self, max_norm: float, norm: Tensor) -> None:
-        """Scale all gradients in place as `clip_` does, for a known norm. Does not communicate."""
-        # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        self.multiply_(torch.where(norm.isfinite(), factor, 1.0))
+        """Scale all gradients in place by min(1, max_norm / norm), unless the norm is not finite. Does not communicate."""
+        self.multiply_(torch.where(norm.isfinite(), _factor(max_norm, norm), 1.0))
 
     @torch.no_grad()
     def multiply_(self, factor: Tensor) -> None:
@@ -156,9 +310,7 @@ class GradientNorm:
         if not self._mesh.is_async and factor.item() == 1.0:
             return
         self._complete()
-        gradients = [held.gradient() for held in self._held]
-        for (device, dtype), places in _by_kind(gradients).items():
-            scale_all([gradients[place] for place in places], factor.to(device, dtype))
+        _scale([held.gradient() for held in self._held], factor)
 
     def _complete(self) -> None:
         if unfrozen := [held.name for held in self._frozen if held.parameter.requires_grad]:
@@ -202,7 +354,12 @@ def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None) -> tuple[str, ...]:
     return dims
 
 
-def _norms(gradients: Sequence[Tensor]) -> Tensor:
+def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    for (device, dtype), places in _by_kind(gradients).items():
+        scale_all([gradients[place] for place in places], factor.to(device, dtype))
+
+
+def _norms(gradients: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """Return the norm of each tensor, float64 (n,).
 
     On a CPU, sums are computed in float64, because long float32 sums lose precision. An accelerator adds in a tree, so its
@@ -215,15 +372,17 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
     for (device, dtype), places in kinds.items():
         some = [gradients[place] for place in places]
         if device.type != "cpu":
-            parts.append(torch.stack(list(norms(some, torch.promote_types(dtype, torch.float32)))).double())
+            parts.append(
+                torch.stack(list(norms(some, torch.promote_types(dtype, torch.float32), order))).double()
+            )
         elif max(gradient.numel() for gradient in some) <= _BLOCK:
-            parts.append(torch.stack(list(norms(some, torch.float64))))
+            parts.append(torch.stack(list(norms(some, torch.float64, order))))
         else:
-            parts.append(torch.stack([_norm_of_blocks(gradient) for gradient in some]))
+            parts.append(torch.stack([_norm_of_blocks(gradient, order) for gradient in some]))
     if len(parts) == 1:
         return parts[0]
     places = [place for some in kinds.values() for place in some]
-    norm_of = dict(zip(places, torch.cat(parts).unbind(), strict=True))
+    norm_of = dict(zip(places, torch.cat([part.to(parts[0].device) for part in parts]).unbind(), strict=True))
     return torch.stack([norm_of[place] for place in range(len(gradients))])
 
 
@@ -235,8 +394,8 @@ def _by_kind(gradients: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtyp
     return places_of
 
 
-def _norm_of_blocks(gradient: Tensor) -> Tensor:
+def _norm_of_blocks(gradient: Tensor, order: float) -> Tensor:
     norm_of = torch.linalg.vector_norm
-    blocks = [norm_of(block, dtype=torch.float64) for block in gradient.reshape(-1).split(_BLOCK)]
-    norm: Tensor = blocks[0] if len(blocks) == 1 else norm_of(torch.stack(blocks))
+    blocks = [norm_of(block, order, dtype=torch.float64) for block in gradient.reshape(-1).split(_BLOCK)]
+    norm: Tensor = blocks[0] if len(blocks) == 1 else norm_of(torch.stack(blocks), order)
     return norm

@@ -116,10 +116,17 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
-def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Return the 2-norm () of each tensor, summed in `dtype`, in one call. All tensors have the same device and dtype."""
-    norms_of: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), 2.0, dtype=dtype)
+def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype, order: float) -> Sequence[torch.Tensor]:
+    """Return the norm () of each tensor, summed in `dtype`, in one call. All tensors have the same device and dtype."""
+    norms_of: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), order, dtype=dtype)
     return norms_of
+
+
+def wrapper_of(parameter: torch.Tensor) -> str:
+    """Return the wrapper of torch that keeps parts of DTensors or of modules in plain parameters, or "" for other parameters."""
+    if hasattr(parameter, "_fsdp_flattened"):
+        return "FullyShardedDataParallel"
+    return "DistributedDataParallel after parallelize_module" if hasattr(parameter, "_st_info") else ""
 
 
 def put_shards_back(module: Any) -> None:

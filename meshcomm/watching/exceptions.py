@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
-from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
+from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout, TrainingError
 from meshcomm.lines import source_line
 from meshcomm.watching.callsite import is_ours, is_program, place_in, without_collection
 
@@ -42,6 +42,42 @@ _TEXTS: Final = (
     (Reason.DATA, ("enforce fail", "ncclinvalidusage")),
     (Reason.CLOSED, ("ncclremoteerror", "remote process exited", "communicator was aborted")),
 )
+
+
+# Parts of torch that take no mixture of DTensors and plain tensors, by file: what is wrong, and what to call. The errors
+# of its operators name neither; their texts were tried with torch 2.15.
+_OF_DTENSORS: Final = (
+    "got mixed torch.Tensor and DTensor",
+    "must have the same mesh",
+    "sharding strategy registered",
+)
+_TAKE_NONE: Final = {
+    "torch/nn/utils/clip_grad.py": (
+        "torch's clip_grad_norm_ takes only DTensors of one DeviceMesh",
+        "meshcomm.clip_grad_norm_(parameters, max_norm)",
+    ),
+    "torch/nn/parallel/distributed.py": (
+        "DistributedDataParallel takes no DTensors, which parallelize_module makes of a module's parameters",
+        'meshcomm.GradientSync(mesh, "dp", module); or fully_shard(module, mesh=mesh["dp"])',
+    ),
+    "torch/optim/": (
+        "an optimizer with fused=True or foreach=True takes no DTensors beside plain tensors",
+        "leave the option out; or parameter groups: meshcomm.parallel.optimizer.decay_groups(module)",
+    ),
+}
+
+
+def about_dtensors(error: BaseException) -> MeshcommError | None:
+    """Return what to call instead if torch's clipping, DDP or optimizers were given DTensors that they do not take."""
+    text = first_line(error)
+    if not isinstance(error, RuntimeError) or not any(said in text for said in _OF_DTENSORS):
+        return None
+    files = [frame.filename for frame in extract_tb(error.__traceback__)]
+    for part, (what, hint) in _TAKE_NONE.items():
+        if any(part in file for file in files):
+            given = f"{text}\nat {place_of(error)}"
+            return TrainingError(what, given=given, expected="parameters of one kind", hint=hint)
+    return None
 
 
 def reason_of(error: BaseException) -> Reason:

@@ -177,10 +177,10 @@ def ours(case: Case) -> Callable[[], Any]:
     return enter
 
 
-def _norms_of_a_gpu(gradients: Sequence[Tensor]) -> Tensor:
+def _norms_of_a_gpu(gradients: Sequence[Tensor], order: float = 2.0) -> Tensor:
     kinds = norm._by_kind(gradients)
     each = [
-        torch.stack(list(torch_private.norms([gradients[at] for at in places], torch.float32)))
+        torch.stack(list(torch_private.norms([gradients[at] for at in places], torch.float32, order)))
         for places in kinds.values()
     ]
     return torch.cat(each).double()

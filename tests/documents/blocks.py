@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-NOTES = ("file", "output", "exit", "raises", "mesh", "processes")
+NOTES = ("file", "diff", "output", "exit", "raises", "mesh", "processes")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,16 @@ class Block:
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
+
+
+def sides(block: Block) -> dict[str, str]:
+    """The two files of a ```diff block that shows all of their lines, by the names in its note: before and after."""
+    before, after = block.notes["diff"].split()
+    lines = [(line[:1] or " ", line[1:] + "\n") for line in block.text.splitlines()]
+    return {
+        name: "".join(line for sign, line in lines if sign != other)
+        for name, other in ((before, "+"), (after, "-"))
+    }
 
 
 def pages() -> list[str]:

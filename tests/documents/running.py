@@ -31,7 +31,7 @@ from meshcomm.errors import RankFailed
 from meshcomm.testing import Pool
 from meshcomm.testing.pool import Ended, Limits
 from tests.documents import ranks
-from tests.documents.blocks import ROOT, Block
+from tests.documents.blocks import ROOT, Block, sides
 from tests.documents.commands import NOT_RUN, Command, command_lines, read
 from tests.documents.ranks import function_of
 from tests.documents.shown import differs
@@ -77,6 +77,10 @@ class Page:
                 self._config(data)
         elif kind in ("sh", "console"):
             self._commands(block, only_read)
+        elif kind == "diff" and "diff" in block.notes:
+            for name, text in sides(block).items():
+                ast.parse(text)
+                (self.folder / name).write_text(text, encoding="utf-8")
         elif kind not in PLAIN:
             raise Wrong(f"blocks of this language are not run: {block.language}")
         elif not block.language and _OURS.search(block.text):

@@ -26,7 +26,6 @@ OWN_TESTS: Final[Mapping[str, str]] = {
 _TORCH: Final = "import torch\n"
 
 PRELUDES: Final[Mapping[str, str]] = {
-    "README.md": _TORCH + "x, q = torch.ones(2, 3, 4), torch.ones(2, 3, 4, 5)\n",
     "docs/guide/checkpoints.md": _TORCH
     + """
 from meshcomm.config import TrainConfig

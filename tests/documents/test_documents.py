@@ -83,6 +83,15 @@ def test_the_pictures_are_what_is_made_now() -> None:
         assert f"]({name})" in page
 
 
+@needs_group_hooks
+def test_the_terminal_on_the_first_page_shows_what_is_printed_now(pool: Pool, tmp_path: Path) -> None:
+    terminal = tool("terminal")
+    (tmp_path / "train.py").write_text(terminal.script())
+    code, out, err = Job(pool, tmp_path, "-m", *terminal.COMMAND).finish()
+    assert code == 2 and terminal.PICTURE.read_text("utf-8") == terminal.picture(out + err), err
+    assert "](docs/images/hang.svg)" in (ROOT / "README.md").read_text()
+
+
 def open_another_mesh() -> str:
     wrong = os.environ["RANK"] == "5"
     with pytest.raises(MeshMismatchError) as caught:

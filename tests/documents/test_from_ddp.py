@@ -1,4 +1,4 @@
-"""docs/guide/models.md: each step of the page gives the losses of its DDP script, within 1e-9 in float64."""
+"""The pages that start from a DDP script: each step gives the losses of the script, within 1e-9 in float64."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshcomm.testing import Pool
 from meshcomm.testing.pool import Limits
-from tests.documents.blocks import blocks
+from tests.documents.blocks import blocks, sides
 from tests.documents.commands import command_lines, read
 from tests.documents.ranks import script
 
@@ -82,3 +83,17 @@ def test_every_step_gives_the_losses_of_the_script_that_one_has(
     assert words[-2:] == ("train.toml", "train.py")
     found = losses(pool, folder, "train.toml", overrides, "train.py")
     assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def test_six_changed_lines_give_the_losses_and_weights_of_the_ddp_script(pool: Pool, tmp_path: Path) -> None:
+    (block,) = (block for block in blocks("docs/coming_from/two_dims.md") if block.language == "diff")
+    found = []
+    for name, text in sides(block).items():
+        text = text.replace("torch.manual_seed", "torch.set_default_dtype(torch.float64)\ntorch.manual_seed")
+        (tmp_path / name).write_text(text.replace("{loss:.4f}", "{loss:.17g}").replace("epoch {", "step {"))
+        found.append((losses(pool, tmp_path, None, [], name), torch.load(tmp_path / "model.pt")))
+    (wanted, weights), (split, unsplit) = found
+    assert len(wanted) == 3 and wanted[-1] < wanted[0] / 3 and split == pytest.approx(wanted, rel=1e-9)
+    assert list(unsplit) == list(weights)
+    for name, weight in weights.items():
+        torch.testing.assert_close(unsplit[name], weight, rtol=1e-9, atol=1e-12)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm
+from meshcomm.errors import TrainingError
+from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 
 ORDER = [2, 0, 3, 1]
@@ -129,3 +134,57 @@ def split_over_merged_dims() -> None:
 
 def test_a_merged_dims_device_mesh_leaves_dtensors_on_its_dims_right(pool: Pool) -> None:
     pool.run(split_over_merged_dims, ranks=4)
+
+
+def clips(mesh: Mesh, net: nn.Module) -> None:
+    fully_shard(net, mesh=mesh["dp"])
+    net(batch(0)).sum().backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+
+def wraps(mesh: Mesh, net: nn.Module) -> None:
+    DistributedDataParallel(net, process_group=mesh.group("dp"))
+
+
+def updates(mesh: Mesh, net: nn.Module) -> None:
+    with meshcomm.GradientSync(mesh, "dp", net):
+        net(batch(0)).sum().backward()
+    torch.optim.AdamW(net.parameters(), fused=True).step()
+
+
+def ends(mesh: Mesh, net: nn.Module) -> None:
+    raise RuntimeError("All parts must have the same mesh")
+
+
+def mixed(call: Callable[[Mesh, nn.Module], None]) -> None:
+    net = nn.Sequential(Mlp(), nn.LayerNorm(8, dtype=torch.float64))
+    with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+        parallelize_module(net[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        call(mesh, net)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            clips,
+            r"clip_grad_norm_ takes only(.|\n)*same mesh(.|\n)*in clips\n(.|\n)*meshcomm\.clip_grad_norm_\(",
+        ),
+        (
+            wraps,
+            r"DistributedDataParallel takes no(.|\n)*mixed(.|\n)*in wraps\n(.|\n)*GradientSync\(mesh, \"dp\", module\)",
+        ),
+        (updates, r"fused=True(.|\n)*mixed(.|\n)*in updates\n(.|\n)*decay_groups\(module\)"),
+        (ends, None),
+    ],
+)
+def test_what_torch_takes_no_dtensors_in_is_named_with_the_way_out(
+    pool: Pool, call: Callable[[Mesh, nn.Module], None], says: str | None
+) -> None:
+    pool.run(ended, call, says, ranks=4)
+
+
+def ended(call: Callable[[Mesh, nn.Module], None], says: str | None) -> None:
+    with pytest.raises(TrainingError if says else RuntimeError, match=says or "^All parts") as caught:
+        mixed(call)
+    assert says is None or isinstance(caught.value.__cause__, RuntimeError)

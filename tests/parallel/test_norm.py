@@ -1,19 +1,30 @@
-"""The gradient norm over split parameters, against NumPy over whole gradients."""
+"""The gradient norm over split parameters, against NumPy over whole gradients; clipping, against torch's in one process."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm
 from meshcomm.errors import LayoutError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.tensor.parameters import local, parameter_of
+from meshcomm.testing import Pool
 
 # Whole gradients of each of two stages: name -> (shape, axis split along each dim).
 KINDS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
@@ -59,7 +70,8 @@ def measured(mesh: Mesh, dtype: torch.dtype = torch.float64) -> tuple[float, flo
     held, fresh = parameters(mesh, dtype), parameters(mesh, dtype)
     skip = [held["tied"]] if mesh.coord("pp") == 1 else []
     norm = GradientNorm(mesh, held.items(), pipeline="pp", skip=skip)
-    before = norm.clip_(expected_norm() / 3)
+    before = norm.norm()
+    norm.scale_(expected_norm() / 3, before)
     assert before.dtype == torch.float64 and before.shape == ()
     scale = expected_norm() / 3 / before.item()
     scaled = all(
@@ -90,7 +102,9 @@ def test_what_is_not_finite_is_returned_and_nothing_is_scaled() -> None:
         parameter = parameter_of(mesh, torch.zeros(3), {"tp": 0})
         gradient = torch.tensor([1.0, 2.0, bad if mesh.rank == 1 else 3.0])
         parameter.grad = parameter_of(mesh, gradient, {"tp": 0}).detach()
-        norm = GradientNorm(mesh, [("weight", parameter)]).clip_(0.1)
+        gradients = GradientNorm(mesh, [("weight", parameter)])
+        norm = gradients.norm()
+        gradients.scale_(0.1, norm)
         return norm.item(), gradient.tolist()
 
     for bad, check in ((math.inf, math.isinf), (math.nan, math.isnan)):
@@ -102,8 +116,10 @@ def test_what_is_not_finite_is_returned_and_nothing_is_scaled() -> None:
     with meshcomm.init(dims={"tp": 1}, device="cpu") as mesh:
         for values in ([0.0, 0.0], [0.25, -0.5]):
             one.grad = torch.tensor(values)
-            norm = GradientNorm(mesh, [("one", one), ("frozen", frozen), ("again", one)])
-            assert norm.clip_(1.0).item() == math.hypot(*values)
+            gradients = GradientNorm(mesh, [("one", one), ("frozen", frozen), ("again", one)])
+            norm = gradients.norm()
+            gradients.scale_(1.0, norm)
+            assert norm.item() == math.hypot(*values)
             assert one.grad.tolist() == values
 
 
@@ -114,8 +130,6 @@ def test_mistakes_in_a_norm_are_named() -> None:
         along = {name: parameter_of(mesh, torch.zeros(2), {name: 0}) for name in ("pp", "all")}
         with pytest.raises(TrainingError, match=r"1 of 2 parameters have no gradient.*\n.*head.weight"):
             GradientNorm(mesh, [("norm", a), ("head.weight", b)]).norm()
-        with pytest.raises(TrainingError, match=r"given:    max_norm = 0\.0"):
-            GradientNorm(mesh, [("norm", a)]).clip_(0.0)
         with pytest.raises(LayoutError, match="1 of 1 in skip are not among"):
             GradientNorm(mesh, [("norm", a)], skip=[b])
         cold = GradientNorm(mesh, [("cold", b.requires_grad_(False))])
@@ -127,3 +141,229 @@ def test_mistakes_in_a_norm_are_named() -> None:
                 GradientNorm(mesh, [("wq", parameter)], pipeline="pp")
 
     meshcomm.simulate(program, dims={"pp": 2, "tp": 2}, merge={"all": ["pp", "tp"]})
+
+
+# -- clip_grad_norm_ --------------------------------------------------------------------------------------
+
+X = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+PLAN = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+ORDERS = (2.0, 1, math.inf, 3.0)
+
+
+def net() -> nn.Sequential:
+    """Two halves of four layers each, as two stages have. All in float64."""
+    torch.manual_seed(3)
+    layers = [nn.LayerNorm(6), nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6)]
+    layers += [nn.LayerNorm(6), nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6)]
+    return nn.Sequential(*layers).double()
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return 9 * output.square().mean()
+
+
+def one_process(order: float) -> tuple[float, list[Tensor]]:
+    model = net()
+    loss_of(model(X)).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)
+    return norm.item(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def halves(model: nn.Sequential) -> list[nn.Sequential]:
+    return [nn.Sequential(*model[:4]), nn.Sequential(*model[4:])]
+
+
+def split(model: nn.Sequential, mesh: Mesh, plan: dict[str, object] = PLAN) -> None:  # type: ignore[assignment]
+    for half in halves(model):
+        parallelize_module(half, mesh["tp"], plan)  # type: ignore[arg-type]
+
+
+def rows(mesh: Mesh) -> Tensor:
+    return X.chunk(mesh.size("dp"))[mesh.coord("dp")]
+
+
+def sharded(mesh: Mesh) -> nn.Module:
+    model = net()
+    split(model, mesh)
+    for layer in model[4:]:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    loss_of(model(rows(mesh))).backward()
+    return model
+
+
+def averaged(mesh: Mesh) -> nn.Module:
+    model = net()
+    split(model, mesh)
+    with meshcomm.GradientSync(mesh, "dp", model):
+        loss_of(model(rows(mesh))).backward()
+    return model
+
+
+def plain(mesh: Mesh) -> nn.Module:
+    """Split by meshcomm, and the same samples on all ranks: nothing is averaged."""
+    model = net()
+    plan = {"1": "column", "3": "row", "5": "column", "7": "row"}
+    meshcomm.tensor_parallel(model, mesh, "tp", plan, example=(X,))
+    loss_of(model(X)).backward()
+    return model
+
+
+def pending(mesh: Mesh) -> nn.Module:
+    """torch's SequenceParallel leaves a norm's gradient as a pending sum along tp."""
+    model = net()
+    plan = {
+        "0": SequenceParallel(sequence_dim=0),
+        "1": ColwiseParallel(input_layouts=Shard(0)),
+        "3": RowwiseParallel(),
+    }
+    split(model, mesh, plan)
+    loss_of(model(X)).backward()
+    return model
+
+
+def on_meshes_of_torch(mesh: Mesh) -> nn.Module:
+    """Half of the layers have copies along a dim, the others are split over all ranks, and a norm is not sharded."""
+    model = net()
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    fully_shard(model[5], mesh=grid)
+    every = init_device_mesh("cpu", (4,))
+    fully_shard(model, mesh=every, ignored_params=set(model[4].parameters()))
+    loss_of(model(X)).backward()
+    return model
+
+
+def clipped(make: Callable[[Mesh], nn.Module], orders: Sequence[float]) -> list[tuple[float, list[Tensor]]]:
+    found = []
+    with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+        for order in orders:
+            model = make(mesh)
+            norm = meshcomm.clip_grad_norm_(model.parameters(), 0.5, order)
+            grads = [parameter.grad for parameter in model.parameters()]
+            whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+            found.append((norm.item(), [grad.clone() for grad in whole if grad is not None]))
+    return found
+
+
+@pytest.mark.parametrize("make", [sharded, averaged, plain, pending, on_meshes_of_torch])
+def test_any_mixture_of_parameters_is_clipped_as_in_one_process(
+    pool: Pool, make: Callable[[Mesh], nn.Module]
+) -> None:
+    for found in pool.run(clipped, make, ORDERS, ranks=4):
+        for order, (norm, gradients) in zip(ORDERS, found, strict=True):
+            expected, whole = one_process(order)
+            assert expected > 0.5 and norm == pytest.approx(expected, rel=1e-12)
+            for gradient, other in zip(gradients, whole, strict=True):
+                torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-15)
+
+
+def a_stage_clipped(mesh: Mesh, order: float) -> tuple[float, list[Tensor]]:
+    stage = mesh.coord("pp")
+    model = net()
+    split(model, mesh)
+    first, second = halves(model)
+    hidden = first(X).detach().requires_grad_()
+    loss_of(second(hidden)).backward()
+    if stage == 0:
+        first(X).backward(hidden.grad)
+    # The stages have another number of parameters. The last bias has another copy on the first stage.
+    mine = [*first.parameters()] if stage == 0 else [*second.parameters()]
+    copy = [nn.Parameter(torch.zeros(6, dtype=torch.float64))] if stage == 0 else []
+    for parameter in copy:
+        parameter.grad = second[3].bias.grad.full_tensor()
+    norm = meshcomm.clip_grad_norm_(iter(mine + copy), 0.5, order, pipeline=mesh["pp"], skip=copy)
+    grads = [parameter.grad for parameter in mine + copy]
+    return norm.item(), [g.full_tensor() if isinstance(g, DTensor) else g for g in grads if g is not None]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_stages_of_a_pipeline_count_once(order: float) -> None:
+    expected, whole = one_process(order)
+    found = meshcomm.simulate(a_stage_clipped, dims={"pp": 2, "tp": 2}, args=(order,))
+    for rank, (norm, gradients) in enumerate(found):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        # 6 of the 12 gradients are of the first half; then comes the copy of the last one.
+        for gradient, other in zip(
+            gradients, [*whole[:6], whole[-1]] if rank < 2 else whole[6:], strict=True
+        ):
+            torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
+def test_a_norm_that_is_not_finite_is_as_torchs(bad: float, order: float) -> None:
+    def program(mesh: Mesh) -> tuple[float, list[float]]:
+        parameter = parameter_of(mesh, torch.zeros(2), {"tp": 0})
+        other = nn.Parameter(torch.zeros(()))
+        other.grad = torch.tensor(5.0)
+        gradient = torch.tensor([bad, 2.0] if mesh.rank == 1 else [3.0, 4.0])
+        parameter.grad = parameter_of(mesh, gradient, {"tp": 0}).detach()
+        both = [parameter, other]
+        with pytest.raises(
+            TrainingError, match=rf"not finite\n.*{bad}, of order {order:g}\n.*\n.*error_if_nonfin"
+        ):
+            meshcomm.clip_grad_norm_(both, 1.0, order, error_if_nonfinite=True)
+        assert parameter.grad.full_tensor()[0] == 3.0
+        norm = meshcomm.clip_grad_norm_(both, 1.0, order)
+        return norm.item(), [*parameter.grad.full_tensor().tolist(), other.grad.item()]
+
+    whole, five = (nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(())))
+    whole.grad, five.grad = torch.tensor([3.0, 4.0, bad, 2.0]), torch.tensor(5.0)
+    expected = nn.utils.clip_grad_norm_([whole, five], 1.0, order).item()
+    values = [*whole.grad.tolist(), five.grad.item()]
+    for norm, found in meshcomm.simulate(program, dims={"tp": 2}):
+        assert norm == pytest.approx(expected, nan_ok=True) and found == pytest.approx(values, nan_ok=True)
+
+
+def test_what_has_no_gradient_counts_nothing_and_what_is_complex_counts_by_its_size() -> None:
+    def program(mesh: Mesh) -> None:
+        value = torch.tensor([3 + 4j, 5j], dtype=torch.complex128)
+        one, idle = nn.Parameter(value.clone()), parameter_of(mesh, torch.zeros(2), {"tp": 0})
+        for order in ORDERS:
+            one.grad = value.clone()
+            assert meshcomm.clip_grad_norm_([idle, one], math.inf, order).item() == pytest.approx(
+                value.norm(order).item(), rel=1e-14
+            )
+            assert torch.equal(one.grad, value)
+        # A tensor alone, of which one rank has no gradient; and none at all.
+        idle.grad = None if mesh.rank else parameter_of(mesh, torch.ones(2), {"tp": 0}).detach()
+        assert meshcomm.clip_grad_norm_(idle, 1.0).item() == math.sqrt(2)
+        assert meshcomm.clip_grad_norm_([], 1.0).item() == 0
+
+    meshcomm.simulate(program, dims={"tp": 2})
+
+
+def test_what_cannot_be_clipped_is_named(pool: Pool) -> None:
+    for wrong in ({"max_norm": 0.0}, {"max_norm": math.nan}, {"max_norm": 1.0, "norm_type": -math.inf}):
+        with pytest.raises(
+            TrainingError, match=r"max_norm = .*, norm_type = .*\n  expected: more than 0\n.*math\.inf"
+        ):
+            meshcomm.clip_grad_norm_([], **wrong)
+    pool.run(in_wrappers_of_torch, ranks=2)
+
+    def program(mesh: Mesh) -> None:
+        parameter = parameter_of(mesh, torch.zeros(2), {"pp": 0})
+        parameter.grad = parameter_of(mesh, torch.ones(2), {"pp": 0}).detach()
+        with pytest.raises(LayoutError, match="cannot be split along the pipeline dim too"):
+            meshcomm.clip_grad_norm_([parameter], 1.0, pipeline=mesh["pp"])
+
+    meshcomm.simulate(program, dims={"pp": 2})
+
+
+def in_wrappers_of_torch() -> None:
+    with meshcomm.init(dims={"dp": 1, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+        model = nn.Sequential(nn.Linear(4, 4))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+        split_too = DistributedDataParallel(model, device_mesh=mesh["tp"])
+        flat = FullyShardedDataParallel(
+            nn.Linear(4, 4),
+            process_group=mesh.group("tp"),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        for module, name in (
+            (split_too, "DistributedDataParallel after"),
+            (flat, "FullyShardedDataParallel"),
+        ):
+            with pytest.raises(TrainingError, match=rf"do not record how.*\n.*{name}.*\n.*\n.*fully_shard"):
+                meshcomm.clip_grad_norm_(module.parameters(), 1.0)

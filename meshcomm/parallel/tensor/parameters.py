@@ -59,12 +59,19 @@ def split_dims(parameter: Tensor) -> tuple[str, ...]:
             given=f"a DTensor of shape {tuple(parameter.shape)} on {where}",
             expected='a DeviceMesh such as mesh["tp"]',
         )
+    return tuple(where.mesh_dim_names[axis] for axis in split_axes(parameter))
+
+
+def split_axes(parameter: Tensor) -> list[int]:
+    """Return the axes of size above 1 of a DTensor's DeviceMesh along which it is split, and none for a plain tensor."""
+    if not isinstance(parameter, DTensor):
+        return []
     # A placement that is neither replicated nor partial is a shard. FSDP uses a separate type for a shard of a shard.
-    return tuple(
-        name
-        for axis, (name, placement) in enumerate(zip(where.mesh_dim_names, parameter.placements, strict=True))
-        if not placement.is_replicate() and not placement.is_partial() and where.size(axis) > 1
-    )
+    return [
+        axis
+        for axis, placement in enumerate(parameter.placements)
+        if not (placement.is_replicate() or placement.is_partial()) and parameter.device_mesh.size(axis) > 1
+    ]
 
 
 def local(parameter: Tensor) -> Tensor:
