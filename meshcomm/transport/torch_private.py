@@ -309,8 +309,12 @@ def bound_device() -> torch.device | None:
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """Return the backend string that a group was created with, as in "gloo" or "cpu:gloo,cuda:nccl"."""
-    return str(c10d._world.pg_map[group][0])
+    """Return the backend string that a group was created with, as in "gloo" or "cpu:gloo,cuda:nccl".
+
+    torch calls it "undefined" if the program has named none, as in init_process_group() and init_device_mesh.
+    """
+    name = str(c10d._world.pg_map[group][0])
+    return str(dist.get_backend_config(group)) if name == "undefined" else name
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from datetime import timedelta
@@ -64,6 +65,21 @@ def test_groups_are_watched_from_their_making_to_the_end_of_the_default_group() 
     dist.destroy_process_group()
     watch.close()
     assert plain == (torch_private.c10d._is_barrier_after_init, torch_private.c10d._register_pg_in_world)
+
+
+@on_ranks(2)
+def test_groups_of_a_program_that_names_no_backend_are_watched() -> None:
+    watch = meshcomm.watch()
+    rank = int(os.environ["RANK"])
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    differs(mesh.get_group(), rank == 1, "default group", "ranks 0 1 do not agree")
+    dist.all_reduce(torch.ones(2))
+    assert [row.calls for row in watch.stats().rows] == [1]
+    watch.close()
+    # A mesh over such a default group.
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as over:
+        assert over.all_reduce("dp", torch.ones(1)).item() == 2
+    dist.destroy_process_group()
 
 
 @on_ranks(2)

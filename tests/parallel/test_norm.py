@@ -210,15 +210,17 @@ def plain(mesh: Mesh) -> nn.Module:
 
 
 def pending(mesh: Mesh) -> nn.Module:
-    """torch's SequenceParallel leaves a norm's gradient as a pending sum along tp."""
+    """torch's SequenceParallel leaves a norm's gradient as a pending sum along tp, along which the rows are split."""
     model = net()
     plan = {
         "0": SequenceParallel(sequence_dim=0),
         "1": ColwiseParallel(input_layouts=Shard(0)),
-        "3": RowwiseParallel(),
+        "3": RowwiseParallel(output_layouts=Shard(0)),
     }
     split(model, mesh, plan)
-    loss_of(model(X)).backward()
+    mine = X.chunk(mesh.size("tp"))[mesh.coord("tp")]
+    (loss_of(model(mine)) / mesh.size("tp")).backward()
+    assert any(isinstance(p.grad, DTensor) and p.grad.placements != p.placements for p in model.parameters())  # type: ignore[attr-defined]
     return model
 
 
