@@ -194,6 +194,8 @@ def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.Monk
     assert text.startswith("the mesh needs 4 processes, and no launcher has started this one\n")
     assert IN_EACH in text and "or init(rank=..., world_size=4, ...)" in text
     monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
+    # Another test may have loaded it.
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     for argv, script in ((["a/hello.py", "x.py"], "a/hello.py"), (["-c"], "script.py"), ([], "script.py")):
         monkeypatch.setattr(sys, "argv", argv)
         told = f"try:      torchrun --nproc-per-node 4 {script}; srun and mpirun work too"
