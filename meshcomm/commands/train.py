@@ -51,7 +51,7 @@ def train(
     json: JsonAtEnd = False,
     overrides: Overrides = None,
 ) -> None:
-    """Train the built-in model in parallel. Outside a launcher, start one process per rank on this host.
+    """Train the config's model: built-in, a transformers folder, or your own. Outside a launcher, start one process per rank on this host.
 
     The exit code is that of the rank that caused the failure: 1 for an error, 2 for incorrect usage, 128 + signal; 130 after
     Ctrl-C. A job that has not finished says what it leaves, and how to continue.

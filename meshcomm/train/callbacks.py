@@ -47,6 +47,8 @@ class Start:
     """CPU threads per rank."""
     unit: str = "bytes of text"
     """The unit of text_bytes."""
+    note: str = ""
+    """What a user should know of the data, such as conversations that are cut off."""
     resumed: Resumed | None = None
     """None if the run starts from the beginning and was not asked to resume."""
 

@@ -207,7 +207,7 @@ def check_file(target: Path) -> Path:
             if target.is_symlink() or not target.name
             else f"{target}",
             expected="the name of a new file, or of an earlier safetensors file",
-            hint=f"meshcomm export RUN {target / SINGLE}; for a folder, --pretrained or --merged"
+            hint="meshcomm export RUN FILE.safetensors; for a new folder, --pretrained or --merged"
             if target.is_dir()
             else "choose another name, or remove it first",
         )

@@ -50,6 +50,8 @@ class TrainingReporter(Callback):
             f"{start.steps} steps of {start.tokens_per_step:,} tokens, "
             f"{count(start.threads, 'CPU thread')} per rank"
         )
+        if start.note:
+            self._say(start.note)
         done = 0
         if start.resumed is not None:
             done = start.resumed.step

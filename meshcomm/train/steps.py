@@ -215,6 +215,7 @@ class Steps:
             text_bytes=0 if corpus is None else corpus.size,
             unit="data of its own" if corpus is None else corpus.unit,
             text_files=0 if corpus is None else len(corpus.files),
+            note="" if corpus is None else corpus.note,
             threads=torch.get_num_threads(),
             resumed=resumed,
         )

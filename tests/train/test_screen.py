@@ -45,6 +45,8 @@ def test_without_a_terminal_a_line_comes_now_and_then() -> None:
     assert lines[0] == (
         "1,234 parameters, 5,000 bytes of text from 3 files, 30 steps of 100 tokens, 1 CPU thread per rank"
     )
+    note = shown(False, lambda reporter: reporter.on_start(dataclasses.replace(START, note="3 are cut off")))
+    assert note.splitlines()[1] == "3 are cut off"
     # This line comes before the end of the first step, which can take long.
     assert "step 1 of 30" in lines[1]
     assert lines[3] == "step 3/30  loss 5.2000  40 tokens/s  0:01:08 left"

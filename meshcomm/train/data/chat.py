@@ -45,17 +45,15 @@ def chats(
     """
     tokenizer = _tokenizer(config, model)
     most = config.seq_len + 1
-    conversations = [
-        Conversation(
-            *(token[:most] for token in _tokens(tokenizer, messages, tools, config.answers_only, where))
-        )
+    whole = [
+        _tokens(tokenizer, messages, tools, config.answers_only, where)
         for path in files
         for where, messages, tools in _conversations(path)
     ]
     conversations = [
-        conversation
-        for conversation in conversations
-        if any(label != IGNORED for label in conversation.labels[1:])
+        Conversation(tokens[:most], labels[:most])
+        for tokens, labels in whole
+        if any(label != IGNORED for label in labels[1:most])
     ]
     if not conversations:
         raise TrainingError(
@@ -64,7 +62,7 @@ def chats(
             expected="a conversation with an answer within seq_len tokens"
             if config.answers_only
             else "a conversation of two tokens or more",
-            hint="more files, or a longer seq_len",
+            hint=f"more files, or a longer seq_len: the longest conversation has {max((len(tokens) for tokens, _ in whole), default=0)} tokens",
         )
     samples = [_joined([conversations[index] for index in group]) for group in _packed(conversations, config)]
     digest = hashlib.sha256(json.dumps(conversations).encode()).digest()
@@ -75,6 +73,18 @@ def chats(
         sum(len(conversation.tokens) for conversation in conversations),
         "tokens",
         tuple(files),
+        note=_lost([len(tokens) for tokens, _ in whole], len(conversations), config.seq_len),
+    )
+
+
+def _lost(sizes: Sequence[int], kept: int, seq_len: int) -> str:
+    """Return a line about conversations that are truncated or have no target left; "" if all are whole. sizes: their tokens."""
+    longer = sum(size > seq_len + 1 for size in sizes)
+    if not longer and kept == len(sizes):
+        return ""
+    return (
+        f"{longer} of {len(sizes)} conversations have more than data.seq_len + 1 = {seq_len + 1} tokens and are cut off, the longest has "
+        f"{max(sizes)}; {len(sizes) - kept} without a target are left out"
     )
 
 

@@ -142,6 +142,8 @@ class Corpus:
     """Whether each epoch has another order. If False, sample n of the only part is the n-th that the training reads."""
     validation: Corpus | None = None
     """The data for evaluation."""
+    note: str = ""
+    """What a user should know of the data before training."""
 
     @property
     def samples(self) -> int:

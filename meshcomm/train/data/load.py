@@ -87,6 +87,7 @@ def _mixed(config: DataConfig, read: Callable[[list[Path], str], Corpus]) -> Cor
         digest=hashlib.sha256(b"".join(corpus.digest for corpus in some)).digest(),
         size=sum(corpus.size for corpus in some),
         files=tuple(path for corpus in some for path in corpus.files),
+        note="\n".join(corpus.note for corpus in some if corpus.note),
         weights=tuple(weights),
     )
 

@@ -13,7 +13,7 @@ import pytest
 
 from meshcomm.config import DataConfig
 from meshcomm.errors import ConfigError, TrainingError
-from meshcomm.train.data.corpus import IGNORED, Samples
+from meshcomm.train.data.corpus import IGNORED, Corpus, Samples
 from meshcomm.train.data.load import load
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -44,10 +44,14 @@ def lines_of(path: Path, *conversations: list[tuple[str, str]]) -> Path:
     return path
 
 
-def read(tmp_path: Path, *conversations: list[tuple[str, str]], **more: Any) -> list[Samples]:
+def corpus_of(tmp_path: Path, *conversations: list[tuple[str, str]], **more: Any) -> Corpus:
     lines = lines_of(tmp_path / "chat.jsonl", *conversations)
     settings: dict[str, Any] = {"seq_len": 24, "chat": (str(lines),), **more}
-    (part,) = load(DataConfig(tokenizer=str(folder_of(tmp_path / "tok")), **settings), vocab_size=128).parts
+    return load(DataConfig(tokenizer=str(folder_of(tmp_path / "tok")), **settings), vocab_size=128)
+
+
+def read(tmp_path: Path, *conversations: list[tuple[str, str]], **more: Any) -> list[Samples]:
+    (part,) = corpus_of(tmp_path, *conversations, **more).parts
     return [part.read(np.array([number])) for number in range(len(part))]
 
 
@@ -81,7 +85,13 @@ def test_what_is_too_long_is_cut_and_what_has_no_answer_left_is_left_out(tmp_pat
     assert text_of(only[0][0]) == "u:x;a:y"
     cut, _ = read(tmp_path, long, SHORT)
     assert text_of(cut[0][0]) == "u:" + "q" * 22
-    with pytest.raises(TrainingError, match="there is no conversation to train on"):
+    note = corpus_of(tmp_path, long, SHORT, SHORT, answers_only=True).note
+    assert note.startswith("1 of 3 conversations have more than data.seq_len + 1 = 25 tokens")
+    assert note.endswith("the longest has 41; 1 without a target are left out")
+    assert not corpus_of(tmp_path, SHORT, HELLO).note
+    with pytest.raises(
+        TrainingError, match=r"there is no conversation to train on[^$]*the longest conversation has 41"
+    ):
         read(tmp_path, long, answers_only=True)
 
 
