@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from meshcomm.config.mesh import MeshConfig
-from meshcomm.config.model import ModelConfig
+from meshcomm.config.model import FACTS, ModelConfig
 from meshcomm.config.parallel import PARTS, ParallelConfig, ParallelRole, runs
 from meshcomm.config.pretrained import publishes_plan
 from meshcomm.config.problems import Fit, Problem, multiples, nearest, quotient, remainder
@@ -140,7 +140,9 @@ def broken(rules: Iterable[Rule], resolved: Resolved) -> Iterator[Problem]:
 def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way: str | Fit) -> list[str]:
     """Return a fix as text. A size fits if it solves this problem and causes no new one."""
     if isinstance(way, str):
-        return [way]
+        # The folder's config.json says how large its model is.
+        model, facts = resolved.config.model, tuple(f"model.{name} = " for name in FACTS)
+        return [] if model is not None and model.pretrained and way.startswith(facts) else [way]
     part = next(part for part in PARTS if part == way.part)
     dim, mesh = resolved.dim(part), resolved.config.mesh
     known = {other.what for other in chain(broken(rules, resolved), mesh.problems())} - {problem.what}

@@ -18,6 +18,7 @@ from meshcomm.config import Config, DimOptions, MeshConfig, TrainConfig, load_co
 from meshcomm.config.problems import RENAMED
 from meshcomm.config.read import apply, near_file
 from meshcomm.errors import ConfigError, LayoutError
+from tests.models.families import folder_of
 
 MESH: dict[str, Any] = {"mesh": {"dims": {"pp": 2, "dp": 2, "tp": 2}}}
 TRAIN: dict[str, Any] = {
@@ -711,3 +712,20 @@ def test_a_key_that_was_renamed_is_refused_with_its_new_name(monkeypatch: pytest
     ]
     with pytest.raises(ConfigError, match=r"^TrainConfig: 1 problem\n  iterations: was renamed\n"):
         TrainConfig(iterations=9, global_batch_size=2, micro_batch_size=1)  # type: ignore[call-arg]
+
+
+def test_sizes_of_a_folder_are_no_way_out(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path / "family")
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            {
+                "mesh": {"dims": {"tp": 3}, "device": "cpu"},
+                "parallel": {"tensor": "tp"},
+                "model": {"pretrained": str(folder)},
+                "data": {"seq_len": 8},
+                "train": {"steps": 1, "global_batch_size": 2, "micro_batch_size": 1},
+            }
+        )
+    text = str(caught.value)
+    assert "intermediate_size is not divisible by tp" in text and "mesh.dims.tp = 4" in text
+    assert "model.intermediate_size =" not in text and "model.num_heads =" not in text
