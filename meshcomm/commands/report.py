@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from meshcomm.commands.app import AsJson, command, show_facts
-from meshcomm.errors import LaunchError
+from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.show.page import Facts, Line
 
 _OURS: Final = "a file that this version of meshcomm wrote on that rank"
@@ -31,16 +31,17 @@ def report(
     """Combine the reports of a job with failed calls. Show which ranks waited, for which ranks, and where.
 
     With --json, the result has folder, runs (how many are in the folder that was given), cause (the lines about the root
-    cause) and ranks: of each, its rank, coords, the line about it, and failed: its first call that failed, or null.
+    cause, from the launcher if meshcomm run or train was one) and ranks: of each, its rank, coords, the line about it, and failed: its first call that failed, or null.
     """
     show_facts(facts_of(source), json, view, width=10_000)
 
 
 def facts_of(folder: Path) -> Facts:
-    """Return the root cause according to the newest run's reports in `folder`, or in a run's folder, and each rank's failed call.
+    """Return the root cause according to the launcher, or to the newest run's reports in `folder`, or in a run's folder, and each rank's failed call.
 
     Raises LaunchError if there are no reports, or if one is invalid.
     """
+    from meshcomm.mesh.rank_failure import TOLD
     from meshcomm.watching.verdict import root_cause
 
     runs = [path for path in folder.glob("*/") if any(_reports_in(path))]
@@ -53,7 +54,22 @@ def facts_of(folder: Path) -> Facts:
         {"rank": rank, "coords": status["coords"], "line": _line(rank, status), "failed": status["failed"]}
         for rank, status in statuses.items()
     ]
-    return {"folder": str(folder), "runs": found, "cause": root_cause(statuses), "ranks": ranks}
+    # Ranks that a launcher has ended left no report, so the launcher knows more.
+    cause = _told(folder / TOLD) or root_cause(statuses)
+    return {"folder": str(folder), "runs": found, "cause": cause, "ranks": ranks}
+
+
+def _told(file: Path) -> list[str]:
+    """Return the lines about the root cause that the launcher of the job has written; [] if there are none."""
+    from json import loads
+
+    if not file.exists():
+        return []
+    with _reading(file):
+        told = loads(file.read_text(encoding="utf-8"))
+        first, *more = told["lines"]
+        error = MeshcommError(first, given=told["given"], expected=told["expected"], hint=told["try"])
+        return [*str(error).splitlines(), *map(str, more)]
 
 
 def view(facts: Facts) -> Line:

@@ -23,7 +23,14 @@ from meshcomm.job.replacing import SAVED, Replacing, sizes_of
 from meshcomm.job.standby import Process, Standby
 from meshcomm.job.supervisor import LOOPBACK, STORE_TIMEOUT, Label, Supervisor, labels_of
 from meshcomm.mesh.devices import check_host
-from meshcomm.mesh.rank_failure import ask_places, collect, forget, frame_at_signal, names_of_ranks
+from meshcomm.mesh.rank_failure import (
+    ask_places,
+    collect,
+    forget,
+    frame_at_signal,
+    leave_told,
+    names_of_ranks,
+)
 from meshcomm.rendezvous.exposure import serve_on_loopback
 from meshcomm.rendezvous.generation import VARIABLE
 from meshcomm.rendezvous.meeting import of_this_attempt
@@ -106,6 +113,7 @@ def launch(
                 return SAVED if ranks.saved else 0
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
             code, lines = ranks.told(failures, restart)
+            leave_told(ranks.cause, folder, attempt)
             print(lines, file=sys.stderr, flush=True)
         if on_failure is not None:
             on_failure(ranks.cause)

@@ -39,6 +39,10 @@ _ASK_S = 5.0
 # The file with the names of the ranks, for each attempt.
 _NAMES: Final = "{}-names.json"
 
+# The file with the folder of the ranks' reports, and the file there with what the launcher tells.
+_REPORTS: Final = "{}-reports"
+TOLD: Final = "launcher.json"
+
 # The file that asks where the ranks are, and the files with their answers.
 _WHERE: Final = "{}-where"
 _PLACE: Final = "{}-where-{}.json"
@@ -71,6 +75,23 @@ def names_of_ranks(folder: Path, attempt: int) -> dict[int, str]:
         names = json.loads((folder / _NAMES.format(attempt)).read_text())
         return {int(rank): name for rank, name in names.items()}
     return {}
+
+
+def leave_folder(reports: Path) -> None:
+    """Tell meshcomm's launcher where this rank has written a report."""
+    folder = _folder_of_job()
+    if folder is not None:
+        _leave({"folder": str(reports.resolve())}, folder / _REPORTS.format(attempt_of(os.environ)))
+
+
+def leave_told(cause: Mapping[str, Any], folder: Path, attempt: int) -> None:
+    """Write the root cause that the launcher tells beside the ranks' reports, if there are any. cause: see `Supervisor.told`.
+
+    Ranks that the launcher has ended leave no report, so their reports alone may not show the cause.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        reports = json.loads((folder / _REPORTS.format(attempt)).read_text())["folder"]
+        _leave(cause, Path(reports) / TOLD)
 
 
 def _leave(facts: Mapping[str, Any], path: Path) -> bool:

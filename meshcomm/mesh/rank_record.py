@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, final
 
 from meshcomm.layout.sizes import rank_text
 from meshcomm.lines import source_line
+from meshcomm.mesh.rank_failure import leave_folder
 from meshcomm.rendezvous.store import within
 from meshcomm.transport.torch_changes import failed_barrier
 from meshcomm.watching.callsite import C10D, place_in, stack_of
@@ -147,6 +148,7 @@ class RankRecord:
             half = folder / f".rank{self.rank}.json"
             half.write_text(json.dumps(report, indent=1))
             half.replace(folder / f"rank{self.rank}.json")
+            leave_folder(folder)
             return True
         return False
 

@@ -111,7 +111,7 @@ class WatchOptions:
     compared: int | None = 0
     alone: bool = False
     process_of: Callable[[int], str] = lambda rank: ""
-    warn_after_s: float = math.inf
+    warn_after_s: float = 60.0
     refused: Callable[[], MeshcommError | None] = lambda: None
     lost: Callable[[str, bool, bool], MeshcommError | None] = lambda what, waits, confirms: None
     hung: Callable[[Mapping[int, str]], None] | None = None
@@ -380,8 +380,6 @@ class Watchdog(Watching):
 
     def _tell(self, now: float) -> None:
         """Before a group's timeout, print which ranks a long-blocked call waits for. One rank prints for the whole group."""
-        if math.isinf(self._options.warn_after_s):
-            return
         for recorder, call in self._timer.overdue(self._recorders, now, self._options.warn_after_s):
             if self._told == (id(recorder), call):
                 continue

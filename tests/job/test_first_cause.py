@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from meshcomm.commands.report import facts_of
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.group_hooks import needs_group_hooks
@@ -405,3 +406,56 @@ def test_a_second_ctrl_c_ends_the_job_at_once(pool: Pool, tmp_path: Path) -> Non
     began = time.monotonic()
     assert started.finish()[0] == 130
     assert time.monotonic() - began < 20
+
+
+# -- the report ------------------------------------------------------------------------------------------
+
+
+@needs_group_hooks
+@pytest.mark.parametrize("what", ["differs", "killed"])
+def test_the_report_repeats_what_the_launcher_told(pool: Pool, tmp_path: Path, what: str) -> None:
+    """Ranks that the launcher ends leave no report, and are not the cause."""
+    fault = {
+        "differs": "dist.reduce(torch.ones(1), dst=0) if rank == 1 else dist.all_reduce(torch.ones(2))",
+        "killed": "os.kill(os.getpid(), 9) if rank == 1 else dist.all_reduce(torch.ones(2))",
+    }[what]
+    script = f"""{BEGIN}
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+{fault}
+dist.all_reduce(torch.ones(3))
+"""
+    _, lines, _ = told(pool, tmp_path, script, 3)
+    cause = facts_of(tmp_path / "meshcomm-reports")["cause"]
+    assert cause[0] == lines[0] and cause[0].startswith("rank 1 "), cause
+    assert not any("left no report" in line for line in cause)
+    if what == "differs":
+        assert cause[1].startswith("  given:    rank 1: reduce(") and cause[2].startswith(
+            "  expected: as ranks 0 2"
+        )
+
+
+def test_a_call_of_a_mesh_that_blocks_is_told_before_its_timeout(pool: Pool, tmp_path: Path) -> None:
+    script = (
+        BEGIN
+        + """
+import dataclasses
+from meshcomm.mesh.watchdog import Watchdog
+made = Watchdog.__init__
+def shorter(self, *arguments):
+    *others, options = arguments
+    assert options.warn_after_s == 60.0
+    made(self, *others, dataclasses.replace(options, warn_after_s=0.5))
+Watchdog.__init__ = shorter
+with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=60) as mesh:
+    mesh.warm_up()
+    if mesh.rank == 1:
+        time.sleep(4)
+    mesh.all_reduce("dp", torch.ones(1))
+"""
+    )
+    code, lines, err = told(pool, tmp_path, script, 2)
+    assert code == 0 and len(lines) == 1, err
+    assert lines[0].startswith('rank 0 (dp=0) has waited 0.5 s in all_reduce along "dp"'), err
+    assert "rank 1 (dp=1) has not arrived: it is at script.py:" in lines[0]
