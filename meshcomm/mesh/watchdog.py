@@ -381,7 +381,8 @@ class Watchdog(Watching):
     def _tell(self, now: float) -> None:
         """Before a group's timeout, print which ranks a long-blocked call waits for. One rank prints for the whole group."""
         for recorder, call in self._timer.overdue(self._recorders, now, self._options.warn_after_s):
-            if self._told == (id(recorder), call):
+            # The group's timeout tells of a call that blocks for longer.
+            if self._told == (id(recorder), call) or recorder.timeout_s() <= self._options.warn_after_s:
                 continue
             self._told = (id(recorder), call)
             failed = FailedCall.last_of(self.own.rank, recorder, "", TimeoutError("timed out"))

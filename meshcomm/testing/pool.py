@@ -370,6 +370,10 @@ def _make(function: Callable[[], Any]) -> tuple[Ended, Any]:
         if (watched := sys.modules.get("meshcomm.mesh.watched")) is not None:
             # A watch continues with the next default group of this process, which belongs to the next test.
             watched.gives_way()
+        if (torch := sys.modules.get("torch")) is not None:
+            # These would change the next test's tensors.
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
         sys.stdout.flush()
         sys.stderr.flush()
 

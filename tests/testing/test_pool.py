@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 import meshcomm
 from meshcomm.mesh import watched
@@ -55,3 +56,16 @@ def test_a_watch_ends_with_its_test(pool: Pool) -> None:
     # Otherwise it would watch the next test's groups on some of their ranks, and wait for the others.
     pool.run(watch_and_forget, ranks=2)
     assert pool.run(watches, ranks=4) == [0] * 4
+
+
+def makes_other_tensors(changes: bool) -> tuple[torch.dtype, int]:
+    made = torch.ones(1).dtype, os.getpid()
+    if changes:
+        torch.set_default_dtype(torch.float64)
+    return made
+
+
+def test_a_default_dtype_ends_with_its_test(pool: Pool) -> None:
+    before, after = (pool.run(makes_other_tensors, changes, ranks=2) for changes in (True, False))
+    assert {process for _, process in before} & {process for _, process in after}
+    assert {dtype for dtype, _ in [*before, *after]} == {torch.float32}
