@@ -97,7 +97,8 @@ def train(
 def left(out: Path, before: str, words: Sequence[str], overrides: Sequence[str]) -> Facts:
     """Return what a job has left in train.out, and how to continue.
 
-    before: the id of the run that was there before, as in `run_news`, of which nothing is told. words, overrides: of the command.
+    before: the id of the run that was in the folder before, as in `run_news`. Nothing is reported of that run. words, overrides:
+        the command's.
     """
     from shlex import join
 

@@ -5,6 +5,7 @@ The jobs share nothing but a store: each has its own launcher, its own default g
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import ExitStack
 from dataclasses import replace
@@ -207,6 +208,8 @@ def _created(
             compared=compared,
             process_of=partial(state_of_rank, held.store),
             of_job=False,
+            # A job may wait long for the other one.
+            warn_after_s=math.inf,
             host=host,
         )
         watch = Watchdog(prefixed("mesh/watch", held.store), rank, mine.coords, world_size, options)

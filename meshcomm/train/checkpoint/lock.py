@@ -194,19 +194,17 @@ def check_same_function(saved: Lock, model: ModelConfig | None, folder: Path) ->
     tables: dict[str, Mapping[str, Any]] = {**_config_json(model)}
     if model is not None:
         tables["model"] = model.model_dump(mode="json", exclude=_FREE)
-    changed = [
-        (f"{section}.{key}", value, before[key])
+    changed = {
+        f"{section}.{key}": (before[key], value)
         for section, table in tables.items()
         for before in [saved.config.get(section, {})]
         for key, value in table.items()
         if key in before and before[key] != value and f"{section}.{key}" not in NOT_THE_MODEL
-    ]
+    }
     if changed:
         raise ConfigError(
-            f"weights of another model: {', '.join(name for name, _, _ in changed)}",
-            given="\n".join(
-                f"{name} = {toml(now)}, and {toml(was)} in {folder}" for name, now, was in changed
-            ),
+            f"weights of another model: {', '.join(changed)}",
+            given=_both(changed, folder),
             expected="the model whose weights these are",
             hint=f"restore them; or, if weights of these shapes are all that you want, meshcomm export {folder} weights.safetensors, "
             'and train.init_from = "weights.safetensors"',
@@ -239,11 +237,7 @@ def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     if fixed:
         raise ConfigError(
             f"this configuration trains something different from the checkpoint: {', '.join(fixed)}",
-            given="\n".join(
-                f"{name} = {text}, and {saved_text} in {folder}"
-                for name in fixed
-                for saved_text, text in [_texts(*differences[name])]
-            ),
+            given=_both({name: differences[name] for name in fixed}, folder),
             expected="the checkpoint's own model, data, batch, seed and dtype",
             hint="restore them; "
             + "".join(
@@ -291,6 +285,12 @@ def _apart(name: str, before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
     return dict(
         pair for key in inner for pair in _apart(f"{name}.{key_path([key])}", before[key], after[key]).items()
     )
+
+
+def _both(changed: Mapping[str, tuple[Any, Any]], folder: Path) -> str:
+    """Return a line for each setting, with its value now and in the checkpoint. changed: (in the checkpoint, now), by name."""
+    pairs = ((name, *_texts(*values)) for name, values in changed.items())
+    return "\n".join(f"{name} = {now}, and {before} in {folder}" for name, before, now in pairs)
 
 
 def _texts(before: Any, after: Any) -> tuple[str, str]:
