@@ -197,7 +197,7 @@ def refusal(what: str) -> None:
         try:
             # The other rank is left alone by the rank that refuses, and gives up at the timeout.
             with pytest.raises((StoreError, CommunicationError)) as caught:
-                meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=2)
+                meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=5)
         finally:
             SignedStore.set = own  # type: ignore[method-assign]
         assert rank or caught.value.what.startswith(f'refused the value of "{key}" in the job')

@@ -191,7 +191,7 @@ def interrupted() -> tuple[str, str]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=4) as mesh:
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=20) as mesh:
         mesh.all_reduce("dp", torch.ones(1))
         try:
             if mesh.rank == 0:
