@@ -13,6 +13,7 @@ from meshcomm.parallel.tensor import (
     cross_entropy,
     local,
     tensor_parallel,
+    unsplit_optimizer_state,
     unsplit_state,
     whole,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "local",
     "split_layers",
     "tensor_parallel",
+    "unsplit_optimizer_state",
     "unsplit_state",
     "whole",
 ]

@@ -18,6 +18,7 @@ from meshcomm.parallel.tensor.layers import (
 from meshcomm.parallel.tensor.parameters import (
     assign,
     local,
+    unsplit_optimizer_state,
     unsplit_state,
     whole,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "cross_entropy",
     "local",
     "tensor_parallel",
+    "unsplit_optimizer_state",
     "unsplit_state",
     "whole",
 ]

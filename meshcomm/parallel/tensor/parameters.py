@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshcomm.errors import LayoutError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.torch_private import dtensor_of, parts_of_dtensor
-from meshcomm.transfer.fused import Kept, joined, unfused
+from meshcomm.transfer.fused import Kept, fused_parts, joined, unfused
 from meshcomm.transfer.tensors import own_regions
 
 
@@ -128,7 +129,47 @@ def assign(parameter: Tensor | Kept, value: Any) -> None:
 def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the tensors in the module's `state_dict()`, as full, plain tensors in the layout from before the split.
 
-    Called by: every rank along the dim. Each rank receives the full dict.
+    Called by: every rank that holds a part. Each rank receives the full dict.
     """
     state = unfused(module.state_dict(keep_vars=True), module)
     return {name: whole(tensor).clone() for name, tensor in state.items()}
+
+
+def unsplit_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return a copy of the optimizer's `state_dict()` with full, plain tensors, in the layout from before the split.
+
+    An optimizer of the unsplit module loads it with `load_state_dict`, if it was created from the parameters in the same order.
+
+    Called by: every rank that holds a part. Each rank receives the full dict.
+
+    Raises LayoutError for state of a split parameter that is not a DTensor, and for state of a multi-part weight, such as q, k and v
+    in one, that has another shape than the weight.
+    """
+    fused = fused_parts(module)
+    named = {id(tensor): name for name, tensor in module.named_parameters(remove_duplicate=False)}
+    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+
+    def full(index: int, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        parameter = parameters[index]
+        parts = fused.get(name := named.get(id(parameter), f"parameter {index}"))
+        if value.numel() > 1 and (
+            isinstance(parameter, DTensor) > isinstance(value, DTensor)
+            or (parts is not None and value.shape != parameter.shape)
+        ):
+            raise LayoutError(
+                f'nothing says how the optimizer\'s "{key}" of {name} is split',
+                given=f"{key} of shape {tuple(value.shape)} for a {type(parameter).__name__} of shape {tuple(parameter.shape)}",
+                expected="state of the parameter's own type and shape, as of AdamW or SGD with momentum",
+                hint="save each rank's optimizer.state_dict(), or use an optimizer whose state has the parameter's shape",
+            )
+        return whole(value if parts is None or value.numel() == 1 else Kept(value, parts)).clone()
+
+    with torch.no_grad():
+        state = optimizer.state_dict()
+        held = {
+            index: {key: full(index, key, value) for key, value in entries.items()}
+            for index, entries in state["state"].items()
+        }
+    return {**copy.deepcopy({key: value for key, value in state.items() if key != "state"}), "state": held}
