@@ -112,20 +112,20 @@ class ParallelConfig(Section):
         *(_one_part_each, _kept_in_halves, _stages_of_the_schedule),
     )
     data: Text | None = None
-    """The dim along which samples are split and weights are replicated. If omitted, no dim has this role."""
+    """The dim along which samples are split and weights are replicated (DDP, DP). If omitted, no dim has this role."""
     shard: Text | None = None
     """The dim along which samples are split and weights are sharded; each layer's weights are gathered for its passes
-    (FSDP). With data, the shards are replicated (hybrid sharding). With context, weights are sharded along both dims.
+    (FSDP, ZeRO). With data, the shards are replicated (hybrid sharding). With context, weights are sharded along both dims.
     If omitted, weights are not sharded.
     """
     tensor: Text | None = None
-    """The dim along which each layer is split. If omitted, layers are not split."""
+    """The dim along which each layer is split (TP). If omitted, layers are not split."""
     pipeline: Text | None = None
-    """The dim along which the layers are divided into pipeline stages. If omitted, there is no pipeline."""
+    """The dim along which the layers are divided into pipeline stages (PP). If omitted, there is no pipeline."""
     context: Text | None = None
-    """The dim along which the tokens of each sample are split. If omitted, samples are not split."""
+    """The dim along which the tokens of each sample are split (CP). If omitted, samples are not split."""
     expert: Text | None = None
-    """The dim, from a view in mesh.views, along which experts are distributed. The view must also contain the pipeline
+    """The dim, from a view in mesh.views, along which experts are distributed (EP). The view must also contain the pipeline
     and tensor dims, unchanged. If omitted, every rank has all experts.
     """
     options: ParallelOptions = ParallelOptions()

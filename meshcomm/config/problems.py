@@ -268,7 +268,7 @@ def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Proble
     *above, last = path
     section, key = _field_at(model, path)[0], key_path(path)
     keys = list(section.model_fields)
-    near, expected = nearest_name(str(last), keys), "one of " + ", ".join(keys)
+    near, expected = nearest_name(str(last), keys) or _described(str(last), section), "one of " + ", ".join(keys)
     inner = {name: _section_of(field.annotation) for name, field in model.model_fields.items()}
     homes = [name for name, home in inner.items() if home is not None and last in home.model_fields]
     given = f"{key_path([last])} = {toml(value)}"
@@ -281,6 +281,15 @@ def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Proble
     else:
         way = f"remove {key}" if near is None else f'did you mean "{key_path([*above, near])}"?'
     return Problem(key, "unknown key", expected, [way], given), near
+
+
+def _described(word: str, section: type[BaseModel]) -> str | None:
+    """Return the setting whose description has the word as another name, in parentheses: shard for fsdp, of "(FSDP, ZeRO)"."""
+    for name, field in section.model_fields.items():
+        names = ", ".join(re.findall(r"\((\w+(?:, \w+)*)\)", field.description or ""))
+        if word.lower() in names.lower().split(", "):
+            return name
+    return None
 
 
 def _meant(section: type[BaseModel], setting: Path, error: PydanticError) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.show.units import count
-from meshcomm.simulator.scheduler import Actor
+from meshcomm.simulator.scheduler import Actor, Sleep
 from meshcomm.simulator.transport import SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState, StoreWait
 from meshcomm.watching.verdict import alike
@@ -35,8 +35,8 @@ _USER: Final = re.compile(r"meshcomm\d+/mesh/user/")
 def diagnose(shared: SharedState) -> MeshcommError | None:
     """Called when no rank can run. Return the error that ends the simulation, or None if a rank can run again.
 
-    If nothing else can happen, a store wait whose timeout is shorter than half the mesh's timeout expires. Every other
-    wait would last forever.
+    If nothing else can happen, a store wait whose timeout is shorter than half the mesh's timeout expires, and a rank sleeps if no
+    other rank waits that would give up meanwhile. Every other wait would last forever.
     """
     losses = shared.losses
     if losses is not None and losses.expects():
@@ -49,6 +49,11 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
     if shortest is not None and shortest.timeout_s < shared.timeout_s / 2:
         shortest.expired = True
         shared.scheduler.wake(shortest.actor)
+        return None
+    asleep = [actor for actor in waiting.values() if isinstance(actor.wait, Sleep)]
+    soonest = min(asleep, key=lambda actor: actor.wait.seconds, default=None)
+    if soonest is not None and all(_may_last(actor, soonest.wait.seconds) for actor in waiting.values()):
+        shared.scheduler.wake(soonest)
         return None
     pending = (call for group in shared.groups.values() for call in group.pending.values())
     return (
@@ -143,6 +148,8 @@ def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
     needs = {rank: _needs(shared, actor) for rank, actor in waiting.items()}
     if circle := find_circle(needs):
         return _circular(waiting, circle)
+    if asleep := [rank for rank, actor in waiting.items() if isinstance(actor.wait, Sleep)]:
+        return _asleep(shared, waiting, asleep)
     roots = sorted(rank for rank in waiting if not any(other in waiting for other in needs[rank]))
     gone = sorted({other for rank in roots for other in needs[rank]})
     lines = []
@@ -174,6 +181,26 @@ def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
         expected="another rank to set the key",
         hint="check the key's name on the rank that sets it",
         **facts,
+    )
+
+
+def _may_last(actor: Actor, seconds: float) -> bool:
+    """Return whether the wait of an actor lasts for so many seconds without an error."""
+    on = actor.wait
+    return isinstance(on, Sleep) or (isinstance(on, StoreWait) and on.timeout_s > seconds)
+
+
+def _asleep(shared: SharedState, waiting: Mapping[int, Actor], asleep: Sequence[int]) -> DeadlockError:
+    """Return the error for ranks that sleep for so long that the waits of the others fail."""
+    others = sorted(set(waiting) - set(asleep))
+    lines = _shortened([f"{waiting[rank].name} {_doing(waiting[rank])}" for rank in asleep])
+    lines += _shortened([f"{waiting[rank].name} {_doing(waiting[rank])}" for rank in others])
+    return DeadlockError(
+        f"{ranks_text(asleep)} {'sleeps' if len(asleep) == 1 else 'sleep'} for longer than the timeout, while {_wait(others)}",
+        given="\n".join(lines),
+        expected=f"a sleep of less than mesh.timeout_s, {shared.timeout_s:g} s, while other ranks wait",
+        hint="a call on all ranks, or no sleep",
+        waiting=tuple(sorted(waiting)),
     )
 
 
@@ -218,6 +245,8 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
     on = actor.wait
     if isinstance(on, SimulatedWork):
         return on.absent()
+    if isinstance(on, Sleep):
+        return []
     assert isinstance(on, StoreWait)
     match = _OF_THE_MESH.fullmatch(on.keys[0])
     if match is None:
@@ -242,6 +271,8 @@ def _doing(actor: Actor) -> str:
         begun = on.site
         start = f", begun by {begun.call} at {begun}" if begun and begun.line != site.line else ""
         return f"waits in {on.described(site.call)} at {site}{start}"
+    if isinstance(on, Sleep):
+        return f"sleeps for {on.seconds:g} s at {site}"
     assert isinstance(on, StoreWait)
     match = _OF_THE_MESH.fullmatch(on.keys[0])
     if match is None:

@@ -172,7 +172,7 @@ def run_ranks(
 
     def sleep(seconds: float) -> None:
         if seconds > 0:
-            shared.scheduler.sleeps()
+            shared.scheduler.sleeps(seconds)
         really_sleep(seconds)
 
     threads, really_sleep = torch.get_num_threads(), time.sleep

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, NamedTuple, NoReturn, final
 
 import torch
 
@@ -113,13 +113,19 @@ class Unwound(BaseException):
     """Ends the thread of a rank whose simulation is over. It is not an Exception, so that no program catches it."""
 
 
+class Sleep(NamedTuple):
+    """A sleep for longer than other ranks would wait."""
+
+    seconds: float
+
+
 @final
 @dataclass(slots=True, eq=False)
 class Actor:
     """A simulated process. process: its number. rank: its rank in the mesh, equal to `process` until ranks are lost.
 
     saved:    its state while it is not running. coords: its coords by dim, in the first mesh that contained it.
-    wait:     the SimulatedWork or StoreWait that it waits for; None while it is running or ready to run.
+    wait:     the SimulatedWork, StoreWait or Sleep that it waits for; None while it is running or ready to run.
     unwaited: asynchronous calls and messages that it has not waited for yet, in order.
     ended:    whether its program has ended, with `result` or `error`. lost: whether it was lost. Another actor
               replaces it if possible.
@@ -251,9 +257,10 @@ class Scheduler:
         else:
             self._let_others_run(actor)
 
-    def sleeps(self) -> None:
+    def sleeps(self, seconds: float) -> None:
         """Let other ranks run before a rank sleeps, because it may be waiting for one of them outside the mesh.
 
+        If it sleeps for longer than the limit, all that the others can do without it comes first.
         It has no effect in threads other than the running rank's.
         """
         running = self._running
@@ -263,7 +270,10 @@ class Scheduler:
             self.stop(self._interrupt)
         if self.over:
             raise Unwound
-        self._let_others_run(running)
+        if seconds > self._limit_s:
+            self.wait(running, Sleep(seconds))
+        else:
+            self._let_others_run(running)
 
     def maybe_pause(self, actor: Actor) -> None:
         """Let other ranks run at random times, so that different schedules show the different orders that are possible."""

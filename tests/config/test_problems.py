@@ -184,6 +184,11 @@ TABLE = [
         {"mesh.ranks_per_node": ""}, ["move it to topology.ranks_per_node"]),
     Bad("unknown section", MESH, ["netwrok.interfaces=['eth0']"], ["network.interfaces=['eth0']"],
         {"netwrok": ""}, ['did you mean "network"?']),
+    *(
+        Bad(f"another name of parallel.{name}", TRAIN, [f"parallel.{other}='dp'"], ["train.steps=1"], {f"parallel.{other}": ""},
+            [f'did you mean "parallel.{name}"?'])
+        for other, name in {"fsdp": "shard", "zero": "shard", "ddp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}.items()
+    ),
     Bad("unknown key like none", TRAIN, ["parallel.x='dp'"], ["parallel.options.bucket_mb=1"], {"parallel.x": ""},
         ["remove parallel.x"]),
     Bad("schedule without a pipeline", TRAIN,

@@ -63,6 +63,31 @@ def test_a_rank_that_never_lets_others_run_is_named_after_the_timeout(tmp_path: 
     assert "RANK" not in os.environ
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_that_sleeps_for_longer_than_others_wait_is_named_at_once(seed: int) -> None:
+    def program(mesh: Mesh) -> None:
+        if mesh.rank == 1:
+            time.sleep(1e6)
+        mesh.all_reduce("dp", torch.ones(1))
+
+    with pytest.raises(DeadlockError, match=r"rank 1 sleeps for longer than the timeout, while ranks 0 2 wait") as caught:
+        meshcomm.simulate(program, dims={"dp": 3}, schedule_seed=seed)
+    assert "rank 1 (dp=1) sleeps for 1e+06 s at " in str(caught.value)
+    assert "rank 2 (dp=2) waits in all_reduce, call 1 on dp at " in str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_long_sleep_is_no_error_if_nobody_gives_up_meanwhile() -> None:
+    def program(mesh: Mesh) -> bytes:
+        if mesh.rank == 1:
+            time.sleep(0.3)
+            mesh.store.set("done", b"1")
+        return mesh.store.get("done", timeout_s=60)
+
+    assert meshcomm.simulate(program, {"mesh": {"dims": {"dp": 2}, "timeout_s": 0.2}}) == [b"1", b"1"]
+
+
 def test_one_seed_is_one_schedule() -> None:
     def first_come(mesh: Mesh) -> Any:
         # Wrong: a rank does not know which ranks reached the store first.
