@@ -302,7 +302,8 @@ class _Job:
 
     def waited(self, rank: int, what: str) -> str:
         """Return a line about a rank: what it did or raised, and for which ranks it waited."""
-        return f"{what}: it waited for {ranks_text(self.waits[rank])}" if rank in self.waits else what
+        waited = f": it waited for {ranks_text(self.waits[rank])}" if rank in self.waits else ""
+        return what if waited in what else what + waited
 
     def in_circle(self, rank: int) -> str:
         """Return a line about a rank of a circle: where it was and, if it has failed, what it was handling."""
