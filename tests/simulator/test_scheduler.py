@@ -71,7 +71,9 @@ def test_a_rank_that_sleeps_for_longer_than_others_wait_is_named_at_once(seed: i
             time.sleep(1e6)
         mesh.all_reduce("dp", torch.ones(1))
 
-    with pytest.raises(DeadlockError, match=r"rank 1 sleeps for longer than the timeout, while ranks 0 2 wait") as caught:
+    with pytest.raises(
+        DeadlockError, match=r"rank 1 sleeps for longer than the timeout, while ranks 0 2 wait"
+    ) as caught:
         meshcomm.simulate(program, dims={"dp": 3}, schedule_seed=seed)
     assert "rank 1 (dp=1) sleeps for 1e+06 s at " in str(caught.value)
     assert "rank 2 (dp=2) waits in all_reduce, call 1 on dp at " in str(caught.value)

@@ -81,7 +81,9 @@ def other_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["dp", "fsdp"])
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
-def test_plain_torch_goes_on_with_the_state_of_a_split_optimizer(pool: Pool, kind: str, sharded: bool) -> None:
+def test_plain_torch_goes_on_with_the_state_of_a_split_optimizer(
+    pool: Pool, kind: str, sharded: bool
+) -> None:
     module = net()
     made, settings = OPTIMIZERS[kind]
 
