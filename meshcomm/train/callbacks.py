@@ -65,7 +65,7 @@ class Step:
     """The norm of all gradients of the model, before clipping."""
     lr: float
     tokens: int
-    """Tokens since the start, summed over all ranks."""
+    """Tokens since the start, summed over all ranks. Padding counts: each step has global_batch_size x seq_len."""
     tokens_per_s: float
     """Tokens per second since the previous line."""
     seconds: float
