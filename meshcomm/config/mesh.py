@@ -9,7 +9,7 @@ from pydantic import Field
 
 from meshcomm.config.problems import Problem, refused, report
 from meshcomm.config.rules_mesh import MOST_RANKS, RULES, world_fits
-from meshcomm.config.section import FrozenList, FrozenTable, Seconds, Section, Table, Text
+from meshcomm.config.section import FrozenList, FrozenTable, Seconds, Section, Table, Text, TextOrEmpty
 from meshcomm.errors import LayoutError
 from meshcomm.layout import GroupOptions, Layout, Plan
 from meshcomm.layout.names import merged_name
@@ -27,7 +27,7 @@ class DimOptions(Section):
     """Seconds after which an unfinished operation raises an error. If omitted, mesh.timeout_s applies."""
     backend: Text | None = None
     """Backend for this dim, in the format of mesh.backend. If omitted, mesh.backend is used."""
-    comm_id: str = ""
+    comm_id: TextOrEmpty = ""
     """Dims with the same ranks and options share groups unless their comm_ids differ. By default, they share groups."""
     high_priority: bool = False
     """NCCL only: run the group's asynchronous kernels on a separate high-priority stream."""
@@ -95,7 +95,7 @@ class MeshConfig(Section):
     """
     warm_up: bool = False
     """Use every group once, in plan order, before init returns, so that no later call has to connect first."""
-    reports: str = "meshcomm-reports"
+    reports: TextOrEmpty = "meshcomm-reports"
     """Folder for reports about failed calls, relative to the job's working folder. Each run writes to a
     subfolder named after its time and job. Default "meshcomm-reports". If "", no reports are written.
     """

@@ -69,6 +69,13 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _without_nul(text: str) -> str:
+    # No path and no variable can contain it.
+    if "\0" in text:
+        raise PydanticCustomError("nul", "text without the character U+0000")
+    return text
+
+
 def _function(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
         raise PydanticCustomError("function", "a function as module:function")
@@ -78,7 +85,8 @@ def _function(text: str) -> str:
 FrozenTable: TypeAlias = Annotated[Mapping[str, T], AfterValidator(Table)]
 FrozenList: TypeAlias = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]
 Pair: TypeAlias = Annotated[tuple[T, T], BeforeValidator(_as_tuple)]
-Text: TypeAlias = Annotated[str, Field(min_length=1)]
+TextOrEmpty: TypeAlias = Annotated[str, AfterValidator(_without_nul)]
+Text: TypeAlias = Annotated[TextOrEmpty, Field(min_length=1)]
 Function: TypeAlias = Annotated[Text, AfterValidator(_function)]
 Arguments: TypeAlias = FrozenTable[str | int | float | bool]
 # Backends count milliseconds in 32 bits.

@@ -200,6 +200,11 @@ TABLE = [
         ["mesh.dims.tp = 1"]),
     Bad("dims as a list", MESH, ["mesh.dims=['dp']"], ["mesh.dims={ dp = 1 }"], {"mesh.dims": ""},
         ["mesh.dims = { dp = 8 }"]),
+    *(
+        Bad(f"a character that no path can have: {key}", config, [f"{key}=\"a\\u0000b\""], [f'{key}="a"'],
+            {key: "is not text without the character U+0000"}, [way])
+        for key, config, way in (("mesh.reports", MESH, 'mesh.reports = "meshcomm-reports"'), ("train.out", TRAIN, 'train.out = "runs/train"'))
+    ),
     Bad("text for a list", MESH, ["network.interfaces='eth0'"], ["network.interfaces=['eth0', 'eth1']"],
         {"network.interfaces": ""}, ['network.interfaces = ["eth0"]']),
     Bad("negative timeout of a dim", MESH, ["mesh.options.pp.timeout_s=-1"], ["mesh.options.pp.timeout_s=1"],
