@@ -27,6 +27,12 @@ from meshcomm.testing import Pool
 _WITHIN_S: Final = 100.0
 
 
+def after_start(err: str) -> list[str]:
+    """Return the lines of stderr, without those about the start, and the notes of torch's store and Gloo about peers that vanish."""
+    notes = ("[W", "[/", "[E", "meshcomm: starting ", "meshcomm: the ranks are up ")
+    return [line for line in err.splitlines(True) if not line.startswith(notes)]
+
+
 class Job:
     """Run `python ARGUMENTS` in `folder`, with its output in files there. The pool has already set the fork server's preloads."""
 
@@ -69,10 +75,7 @@ class Job:
             self._process.kill()
             self._process.join()
             raise TimeoutError(self._err.read_text())
-        # Remove the notes of torch's store and Gloo about peers that vanish, and the lines about the start.
-        notes = ("[W", "[/", "[E", "meshcomm: starting ", "meshcomm: the ranks are up ")
-        err = [line for line in self._err.read_text().splitlines(True) if not line.startswith(notes)]
-        return code, self._out.read_text(), "".join(err)
+        return code, self._out.read_text(), "".join(after_start(self._err.read_text()))
 
 
 def _start(folder: str, arguments: Sequence[str], out: str, err: str, env: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from meshcomm.testing import Pool
 from tests.elastic.deaths import config_of, training
 from tests.elastic.test_replaced import forked, run
+from tests.forked_jobs import after_start
 
 SCRIPT = """
 import os, signal, sys, time, meshcomm, torch
@@ -45,7 +46,7 @@ def test_a_rank_that_is_lost_as_others_end_is_named(way: str, tmp_path: Path) ->
     script.write_text(SCRIPT)
     ended = run("--world-size", "3", str(script), way)
     what = "failed: KeyError: 'at the end'" if way == "raises" else "was ended by SIGKILL"
-    lines = [line for line in ended.stderr.splitlines() if line.startswith("meshcomm: ")]
+    lines = [line.rstrip() for line in after_start(ended.stderr) if line.startswith("meshcomm: ")]
     assert lines[0].startswith(f"meshcomm: rank 1 (dp=1) {what}"), ended.stderr
     assert lines[0].endswith("; replaced, replacements left: 0")
     assert lines[1].startswith(f"meshcomm: rank 1 (dp=1) {what}"), ended.stderr

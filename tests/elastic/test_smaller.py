@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.deaths import ROOT, Run, config_of, left_over, simulated, training
+from tests.forked_jobs import after_start
 
 STEPS = 12
 BATCH = ("--set", "train.global_batch_size=12", "--set", "train.micro_batch_size=1")
@@ -135,7 +136,7 @@ def test_some_are_lost_and_come_back(
             job.kill(process, signal.SIGKILL)
         assert job.process.wait(200) == 0, job.log.read_text()
         assert losses(job) == pytest.approx(before, rel=1e-12)
-        said = [line for line in job.log.read_text().splitlines() if line.startswith("meshcomm:")]
+        said = [line.rstrip() for line in after_start(job.log.read_text()) if line.startswith("meshcomm:")]
         assert [line.rpartition(" ")[2] for line in said][: len(deaths)] == [*sizes], said
         assert said[-1].endswith(
             f"with {mesh.split()[0].replace('dp', 'dp=') if mesh[0] == 'd' else 'dp=2'}"
