@@ -10,10 +10,12 @@ import atexit
 import contextlib
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 from ipykernel.compiler import XCachingCompiler
 from IPython.core.displayhook import DisplayHook
@@ -66,7 +68,10 @@ def shell() -> Iterator[Shell]:
     """IPython's shell in this process, as in a notebook that has imported meshcomm."""
     main, path = sys.modules["__main__"], [*sys.path]
     settings = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"colors": "nocolor"}})
-    made = Shell.instance(config=settings)
+    # The shell would look for packages in the environment that the variable names, which need not be this one's.
+    with patch.dict(os.environ):
+        os.environ.pop("VIRTUAL_ENV", None)
+        made = Shell.instance(config=settings)
     try:
         meshcomm.load_ipython_extension(made)
         yield made
