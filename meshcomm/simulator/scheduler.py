@@ -211,22 +211,25 @@ class Scheduler:
         try:
             first = self._next()
             assert first is not None
-            self._hand_to(first)
+            begun = False
             while True:
+                # An interrupt may come at any line, also while the first rank's thread starts, and at the end of the inner loop.
                 try:
-                    if self._main.acquire(timeout=_LOOK_S if self._interrupt is None else _PATIENCE_S):
-                        break
+                    if not begun:
+                        begun = True
+                        self._hand_to(first)
+                    while not self._main.acquire(timeout=_LOOK_S if self._interrupt is None else _PATIENCE_S):
+                        if self._interrupt is not None:
+                            raise self._interrupt
+                        running = self._running
+                        if running is not None and time.monotonic() - self._since > self._limit_s:
+                            self._interrupt = unyielding(running)
+                    break
                 except BaseException as error:
                     if self._interrupt is not None:
                         raise
                     # The running rank sees the error at its next call or when it next passes the baton.
                     self._interrupt = error
-                else:
-                    if self._interrupt is not None:
-                        raise self._interrupt
-                    running = self._running
-                    if running is not None and time.monotonic() - self._since > self._limit_s:
-                        self._interrupt = unyielding(running)
             for actor in self.actors:
                 if actor.thread is not None and actor.ended:
                     actor.thread.join()

@@ -127,7 +127,10 @@ def test_ranks_are_unwound_through_their_finally_blocks_and_broad_excepts() -> N
     assert sorted(cleaned) == [0, 1, 2, 3]
 
 
-def test_an_interrupt_ends_all_ranks() -> None:
+@pytest.mark.parametrize("look_s", [0.0, scheduler._LOOK_S], ids=["at any line", "while it waits"])
+def test_an_interrupt_ends_all_ranks(look_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_LOOK_S", look_s)
+
     def raises(mesh: Mesh) -> None:
         if mesh.rank == 1:
             raise KeyboardInterrupt
