@@ -268,10 +268,8 @@ def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Proble
     *above, last = path
     section, key = _field_at(model, path)[0], key_path(path)
     keys = list(section.model_fields)
-    near, expected = (
-        nearest_name(str(last), keys) or _described(str(last), section),
-        "one of " + ", ".join(keys),
-    )
+    near = nearest_name(str(last), keys) or _described(str(last), section)
+    expected = "one of " + ", ".join(keys)
     inner = {name: _section_of(field.annotation) for name, field in model.model_fields.items()}
     homes = [name for name, home in inner.items() if home is not None and last in home.model_fields]
     given = f"{key_path([last])} = {toml(value)}"

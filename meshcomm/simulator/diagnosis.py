@@ -199,7 +199,7 @@ def _asleep(shared: SharedState, waiting: Mapping[int, Actor], asleep: Sequence[
         f"{ranks_text(asleep)} {'sleeps' if len(asleep) == 1 else 'sleep'} for longer than the timeout, while {_wait(others)}",
         given="\n".join(lines),
         expected=f"a sleep of less than mesh.timeout_s, {shared.timeout_s:g} s, while other ranks wait",
-        hint="a call on all ranks, or no sleep",
+        hint="mesh.barrier or mesh.store.wait in place of the sleep; or a longer mesh.timeout_s",
         waiting=tuple(sorted(waiting)),
     )
 

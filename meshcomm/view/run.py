@@ -39,14 +39,11 @@ def find_target(target: Path, overrides: Sequence[str] = ()) -> Target:
     if target.is_dir():
         config = target / "config.json"
         if not config.is_file():
-            reports = any(target.glob("rank*.json")) or any(target.glob("*/rank*.json"))
             raise ViewError(
                 f"{target} is not the folder of a run",
                 given=f"a folder without config.json: {_content(target)}",
                 expected="the train.out of `meshcomm train`, which writes config.json, run.json and metrics.jsonl",
-                hint=f"meshcomm report {target}, for the reports in it"
-                if reports
-                else "the configuration's file: meshcomm view CONFIG waits for its run",
+                hint=f"meshcomm view CONFIG, which waits for its run; meshcomm report {target}, if ranks wrote reports there",
             )
         return Target(load_config(config, overrides), target)
     if not target.exists() and target.suffix.lower() not in (".toml", ".json", ".yaml", ".yml"):

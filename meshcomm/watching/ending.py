@@ -303,7 +303,7 @@ class _Job:
     def waited(self, rank: int, what: str) -> str:
         """Return a line about a rank: what it did or raised, and for which ranks it waited."""
         waited = f": it waited for {ranks_text(self.waits[rank])}" if rank in self.waits else ""
-        return what if waited in what else what + waited
+        return what if what.endswith(waited) else what + waited
 
     def in_circle(self, rank: int) -> str:
         """Return a line about a rank of a circle: where it was and, if it has failed, what it was handling."""

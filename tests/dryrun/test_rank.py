@@ -65,8 +65,9 @@ def compared(pool: Pool, config: Config, world: int = WORLD) -> list[float]:
         assert sorted(rows) == sorted(was.rows)
         assert sum(was.peak.parts.values()) == was.peak.nbytes
         for part, nbytes in was.peak.parts.items():
-            # On processes, buffers live until Gloo's thread has let go of them: of two moments with nearly the same sum, either is the peak.
-            assert abs(is_.peak.parts[part] - nbytes) < 0.15 * was.peak.nbytes, part
+            # On processes, buffers live until Gloo's thread has let go of them: they belong to the rest.
+            bound = 0.15 if part == "rest" else 0.1
+            assert abs(is_.peak.parts[part] - nbytes) < bound * was.peak.nbytes, part
         for part in ("weights", "gradients", "optimizer"):
             # FSDP pads uneven shards, which the dry run does not see.
             assert is_.before[part] == pytest.approx(was.before[part], rel=0.02) and was.before[part] > 0

@@ -142,29 +142,37 @@ def unsplit_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer)
 
     Called by: every rank that holds a part. Each rank receives the full dict.
 
-    Raises LayoutError for state of a split parameter that is not a DTensor, and for state of a multi-part weight, such as q, k and v
-    in one, that has another shape than the weight.
+    Raises LayoutError for parameters that the module does not have, for state of a split parameter that is not a DTensor, and for
+    state of a multi-part weight, such as q, k and v in one, that has another shape than the weight.
     """
     fused = fused_parts(module)
     named = {id(tensor): name for name, tensor in module.named_parameters(remove_duplicate=False)}
     parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if foreign := [tuple(tensor.shape) for tensor in parameters if id(tensor) not in named]:
+        raise LayoutError(
+            "the optimizer has parameters that the module does not have",
+            given=f"{len(foreign)} of {len(parameters)}, the first of shape {foreign[0]}",
+            expected="an optimizer of this module's parameters",
+            hint="create the optimizer after tensor_parallel and fully_shard, which replace parameters",
+        )
 
     def full(index: int, key: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         parameter = parameters[index]
-        parts = fused.get(name := named.get(id(parameter), f"parameter {index}"))
-        if value.numel() > 1 and (
-            isinstance(parameter, DTensor) > isinstance(value, DTensor)
-            or (parts is not None and value.shape != parameter.shape)
-        ):
+        if value.ndim == 0:
+            # The number of steps, for example.
+            return value.clone()
+        parts = fused.get(name := named[id(parameter)])
+        is_local = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
+        if is_local or (parts is not None and value.shape != parameter.shape):
             raise LayoutError(
                 f'nothing says how the optimizer\'s "{key}" of {name} is split',
                 given=f"{key} of shape {tuple(value.shape)} for a {type(parameter).__name__} of shape {tuple(parameter.shape)}",
                 expected="state of the parameter's own type and shape, as of AdamW or SGD with momentum",
                 hint="save each rank's optimizer.state_dict(), or use an optimizer whose state has the parameter's shape",
             )
-        return whole(value if parts is None or value.numel() == 1 else Kept(value, parts)).clone()
+        return whole(value if parts is None else Kept(value, parts)).clone()
 
     with torch.no_grad():
         state = optimizer.state_dict()

@@ -127,6 +127,21 @@ def refused(mesh: Mesh) -> str:
     return str(caught.value)
 
 
+def created_before(mesh: Mesh) -> str:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    tensor_parallel(module, mesh, "tp", PLAN)
+    with pytest.raises(LayoutError) as caught:
+        unsplit_optimizer_state(module, optimizer)
+    return str(caught.value)
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    for text in meshcomm.simulate(created_before, dims={"tp": 2}):
+        assert "the optimizer has parameters that the module does not have" in text
+        assert "after tensor_parallel and fully_shard" in text
+
+
 def test_state_of_another_shape_is_refused_by_name() -> None:
     for text in meshcomm.simulate(refused, dims={"tp": 2}):
         assert 'the optimizer\'s "moment" of qkv.weight' in text
