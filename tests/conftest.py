@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
@@ -64,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Leave what was imported and collected out of later garbage collections, which would take a third of a second each."""
     gc.freeze()
+    # At its end, Python collects what extension modules count as leaked otherwise.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,7 +20,7 @@ from meshcomm.models.transformer import Block
 from tests.dryrun.test_rank import BUILT_IN, config_of
 
 # A mesh keeps the tensors of its last messages, if these are small.
-LARGE: dict[str, Any] = {**BUILT_IN, "hidden_size": 65536, "intermediate_size": 65536}
+LARGE: dict[str, Any] = {**BUILT_IN, "hidden_size": 32768, "intermediate_size": 32768}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "data": ("dp=4", {"data": "dp"}, {}),
     "1f1b, data, tensor": (
