@@ -14,13 +14,13 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Final
 
-import psutil
 import torch.distributed as dist
 
 from meshcomm.errors import LaunchError
 from meshcomm.rendezvous.exposure import serve_on_loopback
 from meshcomm.rendezvous.processes import Owner, note_twice, own, owner_of, process_name
 from meshcomm.rendezvous.store import within
+from meshcomm.transport.connections import connections
 from meshcomm.watching.exceptions import first_line
 
 # Ports for jobs that specify none. They are below the range that systems use for outgoing connections.
@@ -344,8 +344,6 @@ def _serve_to_the_end(store: dist.TCPStore, port: int, limit_s: float) -> None:
 
 def _has_clients(port: int) -> bool:
     """Return whether another process is connected to the store that this process serves at `port`."""
-    connections = [connection for connection in psutil.Process().net_connections("tcp") if connection.raddr]
-    mine = {connection.laddr.port for connection in connections}
-    return any(
-        connection.laddr.port == port and connection.raddr.port not in mine for connection in connections
-    )
+    found = connections()
+    mine = {connection.here[1] for connection in found}
+    return any(connection.here[1] == port and connection.there[1] not in mine for connection in found)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from datetime import timedelta
 from typing import Any
 
+import psutil
+import pytest
 import torch
 import torch.distributed as dist
 
 from meshcomm.transport import torch_changes, torch_private
-from meshcomm.transport.connections import Connections
+from meshcomm.transport.connections import Connections, connections
 from meshcomm.transport.torch_changes import held_calls
 from meshcomm.transport.torch_private import default_group
 from tests.ranks import on_ranks
@@ -56,6 +59,35 @@ def test_a_later_connection_to_a_port_that_listened_is_cut_too() -> None:
     connections.cut()
     assert here.recv(1) == b""
     for each in (listens, here, there):
+        each.close()
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_connections_are_those_that_psutil_finds(family: socket.AddressFamily) -> None:
+    """Those of other protocols, of files and of pipes are not. A default timeout leaves blocking sockets blocking."""
+    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6")
+    socket.setdefaulttimeout(60)
+    try:
+        listens = socket.create_server(
+            ("::1" if family == socket.AF_INET6 else "127.0.0.1", 0), family=family
+        )
+        here = socket.create_connection(listens.getsockname()[:2])
+        there, _ = listens.accept()
+        others = [*socket.socketpair(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM), socket.socket()]
+        for each in (here, there, *others):
+            each.setblocking(True)
+        found = connections()
+        wanted = {
+            (each.fd, tuple(each.laddr), tuple(each.raddr))
+            for each in psutil.Process().net_connections("tcp")
+            if each.raddr
+        }
+        assert found == wanted and {here.fileno(), there.fileno()} <= {each.descriptor for each in found}
+        assert all(os.get_blocking(each.fileno()) for each in (here, there, *others))
+    finally:
+        socket.setdefaulttimeout(None)
+    for each in (listens, here, there, *others):
         each.close()
 
 
