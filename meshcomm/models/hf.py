@@ -286,7 +286,7 @@ class Whole:
                 if parameter is not None:
                     part._parameters[key_of_parameter] = nn.Parameter(torch.zeros(parameter.shape))
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(drawn)
+                torch.default_generator.manual_seed(drawn)
                 draw(self.module, part)
             value: Tensor = part._parameters[key].detach()
             return value

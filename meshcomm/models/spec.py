@@ -226,7 +226,7 @@ def unfilled(spec: ModelSpec, seed: int, family: bool = False) -> nn.Module:
         if family or torch.equal(torch.get_rng_state(), start):
             return module
         # Initializing a parameter on the meta device draws nothing, so later draws differ from those of one process.
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return without_values(spec.module())
 
 

@@ -198,14 +198,21 @@ class Draws:
 
     def seed(self, *key: int | str) -> None:
         """Seed the generators with `key` and this rank's coords."""
-        seed = self._mesh.seed(*key, along=self._apart)
-        torch.default_generator.manual_seed(seed)
-        if self._mesh.device.type != "cpu":
-            # The current device is this rank's; seeding does not synchronize with it.
-            torch.get_device_module(self._mesh.device).manual_seed(seed)
+        seed_generators(self._mesh.device, self._mesh.seed(*key, along=self._apart))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
         return self
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the generators of the CPU and of `device`, which must be the current one of its type.
+
+    `torch.manual_seed` seeds those of all devices, and formats a stack for each CUDA device that the program does not use.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        # Does not synchronize with the device.
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def check_dropouts(parts: Iterable[tuple[str, nn.Module]], split: TensorSplit) -> None:

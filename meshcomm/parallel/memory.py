@@ -47,7 +47,7 @@ def seeded(seed: int) -> Iterator[None]:
     this context at a time.
     """
     with _ALONE, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         yield
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshcomm.errors import MeshcommError, UnsupportedOp
+from meshcomm.parallel.dropout import seed_generators
 from meshcomm.parallel.tensor.parameters import whole
 from meshcomm.transfer.fused import FUSED, Kept, Parts, fused_parts, kept
 
@@ -159,7 +160,7 @@ def _stepped(
     buffers = [torch.zeros_like(value) for value, *_ in values] if reused else []
     for step in range(1, 1 + _STEPS):
         # Noise that an optimizer draws must not depend on how parameters are split.
-        torch.manual_seed(0)
+        seed_generators(values[0][0].device, 0)
         for number, (parameter, steps) in enumerate(zip(module.weights, values, strict=True)):
             # As training does, also if the optimizer has dropped the gradient or set another one.
             parameter.grad = buffers[number].copy_(steps[step]) if reused else steps[step].detach().clone()
