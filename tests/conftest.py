@@ -65,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Leave what was imported and collected out of later garbage collections, which would take a third of a second each."""
     gc.freeze()
+    gc.enable()
     # At its end, Python collects what extension modules count as leaked otherwise.
     atexit.register(gc.unfreeze)
 
