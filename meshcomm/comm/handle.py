@@ -47,6 +47,13 @@ class Handle(Generic[T]):
         confirm: see MessageLog.confirm.
     """
 
+    _finish: Callable[[], T] | None = None
+    _source: int | Callable[[], int] | None = None
+    _confirm: Callable[[float | None], float | None] | None = None
+    _error: Exception | None = None
+    # Whether a limited wait has ended before the call.
+    _cut = False
+
     def __init__(
         self,
         works: Sequence[Any],
@@ -63,16 +70,17 @@ class Handle(Generic[T]):
         self._works: Sequence[Any] | None = works
         self._by = by
         self._call = call
-        self._finish = finish
         self._result = result
         self._pending = pending
-        self._source = source
-        self._confirm = confirm
         self._held = held
-        self._error: Exception | None = None
-        # Whether a limited wait has ended before the call.
-        self._cut = False
         self._lock = Lock()
+        # Of most calls, these are the defaults of the class.
+        if finish is not None:
+            self._finish = finish
+        if source is not None:
+            self._source = source
+        if confirm is not None:
+            self._confirm = confirm
         # Store the instruction, not the line: finding the line takes longer, and it is rarely needed.
         place = None if pending is None else pending.place
         if place is None:
@@ -127,7 +135,9 @@ class Handle(Generic[T]):
                     self._cut = True
                     failed.hint = f"wait() again, which goes on with this call; {failed.hint}"
                 raise failed from error
-            self._by.confirm(self._call)
+            # `confirm` looks too; the call of it takes longer than this look.
+            if self._by.recorder.ordered:
+                self._by.confirm(self._call)
         except MeshcommError as error:
             if type(error) is CollectiveTimeout and self._cut:
                 raise

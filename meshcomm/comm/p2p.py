@@ -44,7 +44,7 @@ from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.torch_private import profiling, written
 from meshcomm.watching.callsite import line_of
-from meshcomm.watching.messages import Batch, MessageLog, PendingMessage
+from meshcomm.watching.messages import Batch, MessageLog, PendingMessage, told_of
 from meshcomm.watching.recorder import FlightRecorder
 
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
@@ -66,7 +66,7 @@ class Messages(Caller):
         self.kinds = kinds = transport.message_kinds
         # The device of message headers: the CPU if the mesh can send from host memory.
         self._device = transport.device if transport.device.type in kinds else torch.device(kinds[0])
-        self._fast: dict[tuple[object, ...], torch.device] = {}
+        self._fast: dict[tuple[object, ...], tuple[torch.device, str]] = {}
         recorder.quick.append(self._fast)
 
     @property
@@ -76,8 +76,8 @@ class Messages(Caller):
 
     def send(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False, async_op: bool = False) -> Any:
         """Send `x` to coord `dst`; with `async_op`, return a handle. See `Mesh.send`."""
-        if not handshake and self._is_fast("send", x, dst, tag):
-            return self._start(Batch("send", [P2P("send", x, dst, tag)], async_op, carried=True))
+        if not handshake and (told := self._fast_kind("send", x, dst, tag)) is not None:
+            return self._start_one(P2P("send", x, dst, tag), told, async_op)
         _, end = self._checked("send", "send", x, dst, tag)
         ends = [end._replace(x=header_of(end.x, self.where("send"))), end] if handshake else [end]
         return self._start(Batch("send", ends, async_op, nbytes=end.x.nbytes))
@@ -87,10 +87,9 @@ class Messages(Caller):
 
         Without `out`, the message must have been sent with a handshake. See `Mesh.recv` and `Mesh.irecv`.
         """
-        if self._is_fast("recv", out, src, tag):
+        if (told := self._fast_kind("recv", out, src, tag)) is not None:
             written([out])
-            ends = [P2P("recv", out, src, tag)]
-            return self._start(Batch("recv", ends, async_op, result=out, source=src, carried=True))
+            return self._start_one(P2P("recv", out, src, tag), told, async_op, out, src)
         if out is None and not async_op:
             _, header = self._checked("recv", "recv", blank_header(self._device), src, tag)
             check_answered(
@@ -146,14 +145,14 @@ class Messages(Caller):
         target, source = self.coord + offset, self.coord - offset
         if wrap:
             target, source = target % self.size, source % self.size
-            is_known = self._is_fast("send", x, target, 0)
+            is_known = self._fast_kind("send", x, target, 0) is not None
             if is_known and ("recv", source, 0, x.dtype) in self._fast:
                 out = torch.empty_like(x)
                 ends = [P2P("recv", out, source, 0), P2P("send", x, target, 0)]
                 self._start(Batch("shift", ends, carried=True))
                 return out
         goes, comes = 0 <= target < self.size, 0 <= source < self.size
-        if not goes or not self._is_fast("send", x, target, 0):
+        if not goes or self._fast_kind("send", x, target, 0) is None:
             x = check_input(x, self.kinds, partial(self.where, "shift"), "shift")
         if target == self.coord:
             return x.detach().clone()
@@ -177,7 +176,7 @@ class Messages(Caller):
                     x, peer, tag = envelope if len(envelope) == 3 else (*envelope, 0)
                     if type(peer) is not int or type(tag) is not int:
                         return None
-                    device = devices[direction, peer, tag, x.dtype]
+                    device, _ = devices[direction, peer, tag, x.dtype]
                     ends.append(P2P(direction, x, peer, tag))
                     tensors.append(x)
             if not ends or not all_plain(tensors, device):
@@ -186,14 +185,16 @@ class Messages(Caller):
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
             return None
 
-    def _is_fast(self, direction: Direction, x: Any, peer: object, tag: object) -> bool:
-        """Return whether a message of this kind was checked before, and `x` can be sent unchanged."""
+    def _fast_kind(self, direction: Direction, x: Any, peer: object, tag: object) -> str | None:
+        """Return the name of the call in errors if a message of this kind was checked before, and `x` can be sent unchanged."""
         try:
-            device = self._fast.get((direction, peer, tag, x.dtype))
+            kind = self._fast.get((direction, peer, tag, x.dtype))
         except (AttributeError, TypeError):
-            return False
+            return None
         # True, 1.0 and NumPy's 1 hash like 1, so check types.
-        return device is not None and type(peer) is type(tag) is int and unobserved() and is_plain(x, device)
+        if kind is not None and type(peer) is type(tag) is int and unobserved() and is_plain(x, kind[0]):
+            return kind[1]
+        return None
 
     def _checked(
         self, direction: Direction, call: str, x: Any, peer: Any, tag: int = 0
@@ -202,7 +203,7 @@ class Messages(Caller):
 
         peer: None for any source, which only irecv and recv_any accept.
         """
-        if self._is_fast(direction, x, peer, tag):
+        if self._fast_kind(direction, x, peer, tag) is not None:
             return x, P2P(direction, x, peer, tag)
         where, comes = partial(self.where, call), direction == "recv"
         x = check_input(x, self.kinds, where, "shift" if comes else None, written=comes)
@@ -228,7 +229,7 @@ class Messages(Caller):
             and len(self._fast) < _MOST_FAST
             and self.recorder.messages.settled(direction, peer)
         ):
-            self._fast[direction, peer, tag, x.dtype] = x.device
+            self._fast[direction, peer, tag, x.dtype] = x.device, told_of(direction, peer)
         return x, P2P(direction, dense, peer, tag)
 
     def _check_any(self, call: str) -> None:
@@ -263,6 +264,34 @@ class Messages(Caller):
             )
         for end, room in zip(sent, received, strict=True):
             into(room.x, end.x.view(room.x.shape))
+
+    def _start_one(
+        self, end: P2P, told: str, async_op: bool, result: Any = None, source: int | None = None
+    ) -> Any:
+        """`_start` for one message of a kind that was checked before, without the steps that only other messages need."""
+        recorder, transport = self.recorder, self.transport
+        if transport.ordered or profiling():
+            return self._start(Batch(end.direction, [end], async_op, None, result, source, carried=True))
+        log = recorder.messages
+        message = handle = None
+        works: Sequence[Work] = ()
+        try:
+            message = log.begin_one(self.name, end, recorder.under_way is None)
+            works = transport.start_p2p((end,))
+            if async_op:
+                message.started()
+                handle = Handle(works, self, told, result=result, pending=message, source=source, held=end)
+                return handle
+            for work in works:
+                work.wait()
+            return result
+        except (RuntimeError, TimeoutError) as error:
+            works = ()  # a stored error keeps this frame alive; it must not keep the group
+            raise self.failed(told, error) from error
+        finally:
+            log.waiting = None
+            if message is not None and handle is None:
+                message.ended()
 
     def _start(self, batch: Batch) -> Any:
         """Start messages to other ranks. Return the result of the call, or a handle that waits for the messages."""

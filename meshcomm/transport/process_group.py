@@ -90,8 +90,10 @@ class ProcessGroupTransport(Transport):
 
     def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[Work]:
         if not self.ordered:
-            works = [self._message(message) for message in batch]
-            kept = sum([message.x.untyped_storage().nbytes() for message in batch])
+            works, kept = [], 0
+            for message in batch:
+                works.append(self._message(message))
+                kept += message.x.untyped_storage().nbytes()
             self._kept = works if kept <= _KEPT_BYTES else ()
             return works
         if single:

@@ -23,6 +23,11 @@ _KEPT: Final = 256
 _CHANNELS: Final = 4096
 
 
+def told_of(call: str, peer: int | None) -> str:
+    """Return the name of a send or recv in errors."""
+    return f"{call} {'to' if call == 'send' else 'from'} {'any coord' if peer is None else peer}"
+
+
 @final
 @dataclass(slots=True, eq=False)
 class Batch:
@@ -52,12 +57,7 @@ class Batch:
     @property
     def told(self) -> str:
         """The name of the call in errors, with the peer of a send or recv."""
-        if self.call not in ("send", "recv"):
-            return self.call
-        peer = self.ends[-1].peer
-        return (
-            f"{self.call} {'to' if self.call == 'send' else 'from'} {'any coord' if peer is None else peer}"
-        )
+        return told_of(self.call, self.ends[-1].peer) if self.call in ("send", "recv") else self.call
 
 
 @final
@@ -195,6 +195,16 @@ class MessageLog:
             message.told.of([end.x for end in batch.ends])
         if compared is not None:
             message.keys, message.unanswered, message.agreed = compared
+        return message
+
+    def begin_one(self, name: str, end: P2P, counted: bool) -> PendingMessage:
+        """`begin` for a message that is not compared any more, to a known peer."""
+        direction, x, peer, tag = end
+        assert peer is not None
+        frame = users_frame(4)
+        total = counter_of(self._counters, name, direction) if counted else None
+        parts = [(direction, peer, tag, self._count(direction, peer, tag))]
+        self.waiting = message = PendingMessage(self, name, direction, x.nbytes, parts, frame, total)
         return message
 
     def past(

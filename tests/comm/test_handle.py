@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,8 @@ class Slow:
 
 class By:
     """The owner of the handles in these tests."""
+
+    recorder = SimpleNamespace(ordered=True)
 
     def where(self, call: str) -> str:
         return call
