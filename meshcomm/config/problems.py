@@ -233,7 +233,8 @@ def _refused(model: type[BaseModel], path: Path, errors: Sequence[PydanticError]
     section, field, depth = _field_at(model, path)
     key, examples = key_path(path), list(field.examples or ()) if field is not None else []
     if not errors or field is None:
-        description = (field.description if field is not None else None) or "a value"
+        home = _field_at(model, path[: depth - 1])[0]
+        description = _descriptions(home).get(str(path[depth - 1]), "a value")
         ways = [f"{key} = {toml(*examples[:1])}"] if examples else []
         return Problem(
             key, "missing", " ".join(description.split()).removesuffix("."), ways, f"no {path[-1]}"
@@ -286,11 +287,16 @@ def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Proble
 
 def _described(word: str, section: type[BaseModel]) -> str | None:
     """Return the setting whose description has the word as another name, in parentheses: shard for fsdp, of "(FSDP, ZeRO)"."""
-    for name, field in section.model_fields.items():
-        names = ", ".join(re.findall(r"\((\w+(?:, \w+)*)\)", field.description or ""))
+    for name, text in _descriptions(section).items():
+        names = ", ".join(re.findall(r"\((\w+(?:, \w+)*)\)", text))
         if word.lower() in names.lower().split(", "):
             return name
     return None
+
+
+def _descriptions(section: Any) -> Mapping[str, str]:
+    described: Mapping[str, str] = section.descriptions()
+    return described
 
 
 def _meant(section: type[BaseModel], setting: Path, error: PydanticError) -> Iterator[Any]:

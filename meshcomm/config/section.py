@@ -5,10 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from functools import cache
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
 from pydantic_core import PydanticCustomError
 
 from meshcomm.config.problems import Problem, report, wrong_types
@@ -170,8 +179,39 @@ class Section(BaseModel, metaclass=_Checked):
         allow_inf_nan=False,
         # Only where `problems` suggests a value: strict sections take text alone.
         coerce_numbers_to_str=True,
-        use_attribute_docstrings=True,
     )
+
+    @classmethod
+    @cache
+    def descriptions(cls) -> Mapping[str, str]:
+        """Return the docstring of each setting, by name. They are read when they are needed, because reading the docstrings of
+        all sections takes as long as importing them.
+        """
+        import ast
+        import inspect
+        import textwrap
+
+        found: dict[str, str] = {}
+        for part in reversed(cls.__mro__):
+            if issubclass(part, Section):
+                (defined,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+                assert isinstance(defined, ast.ClassDef)
+                for setting, text in pairwise(defined.body):
+                    match setting, text:
+                        case (
+                            ast.AnnAssign(target=ast.Name(name)),
+                            ast.Expr(ast.Constant(str(words))),
+                        ):
+                            found[name] = inspect.cleandoc(words)
+        return {name: found[name] for name in cls.model_fields if name in found}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = handler(core)
+        settings = handler.resolve_ref_schema(found)["properties"]
+        for name, text in cls.descriptions().items():
+            settings[name]["description"] = text
+        return found
 
     def problems(self) -> Iterator[Problem]:
         """Yield problems with combinations of settings that are valid individually. Keys are relative to the section."""

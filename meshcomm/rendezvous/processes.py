@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import psutil
-
 from meshcomm.errors import LaunchError, MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.rendezvous import keys
@@ -40,7 +38,11 @@ def is_running(name: str) -> bool | None:
     parts = _NAME.fullmatch(name)
     if parts is None or parts[2] != socket.gethostname():
         return None
-    return psutil.pid_exists(int(parts[1])) if parts[3] == "?" else _started(parts[1]) == parts[3]
+    if parts[3] == "?":
+        import psutil
+
+        return psutil.pid_exists(int(parts[1]))
+    return _started(parts[1]) == parts[3]
 
 
 def is_stopped(name: str) -> bool:
@@ -74,6 +76,8 @@ def started_by(launch: Launch) -> str:
     ranks or from Hydra's mpiexec, which is the same on all hosts of the job. Returns "" if nothing is known."""
     variable = next((name for name in MPI_RANKS if name in os.environ), None)
     if launch.kind == "mpi" and variable is not None:
+        import psutil
+
         for parent in psutil.Process().parents():
             try:
                 words, environment = parent.cmdline(), parent.environ()

@@ -236,7 +236,7 @@ with meshcomm.init() as mesh:
 def test_a_fault_after_the_compared_calls_begins_with_our_line(
     pool: Pool, tmp_path: Path, shown: str
 ) -> None:
-    """Gloo ends the rank by a C++ exception that nothing catches."""
+    """Gloo ends the rank by a C++ exception that nothing catches; a SIGSEGV may be the end of it."""
     script = """
 with meshcomm.init() as mesh:
     for call in range(70):
@@ -244,9 +244,10 @@ with meshcomm.init() as mesh:
 """
     words = written(tmp_path, script, CONFIG.replace("dp = 2", "dp = 1"))
     code, _, err = Job(pool, tmp_path, *words, env={"TORCH_SHOW_CPP_STACKTRACES": shown}).finish()
-    assert code == 134 and ("terminate called" in err) == (shown == "1"), err
+    name = {134: "SIGABRT", 139: "SIGSEGV"}[code]
+    assert ("terminate called" in err) == (shown == "1"), err
     assert err.startswith(
-        "terminate called" if shown == "1" else "meshcomm: rank 0 (dp=0 tp=0) was ended by SIGABRT"
+        "terminate called" if shown == "1" else f"meshcomm: rank 0 (dp=0 tp=0) was ended by {name}"
     )
 
 
