@@ -277,7 +277,7 @@ class Messages(Caller):
         works: Sequence[Work] = ()
         try:
             message = log.begin_one(self.name, end, recorder.under_way is None)
-            works = transport.start_p2p((end,))
+            works = transport.start_p2p((end,), True)
             if async_op:
                 message.started()
                 handle = Handle(works, self, told, result=result, pending=message, source=source, held=end)
