@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar, final
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshcomm.errors import LayoutError, TrainingError
 from meshcomm.layout.names import listed
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.tensor.parameters import local, split_axes, split_dims
+from meshcomm.parallel.tensor.parameters import SplitGroup, local, split_dims, split_groups
 from meshcomm.parallel.torch_private import norms, scale_all, wrapper_of
 
 # The number of elements that are squared at a time: float64 copies of full gradients would take twice their memory.
@@ -74,9 +74,11 @@ def clip_grad_norm_(
             expected="DTensors, as of fully_shard (FSDP2) and tensor parallelism, or parameters that are not split",
             hint='fully_shard(module, mesh=mesh["dp"]); or meshcomm.GradientSync(mesh, "dp", module)',
         )
-    groups: dict[str, _Group] = {}
-    keys = [tuple(_names_of(parameter, groups)) for parameter in held]
-    stages = None if pipeline is None or pipeline.size() == 1 else _Group.of(pipeline, 0)
+    of_each = [split_groups([parameter]) for parameter in held]
+    keys = [tuple(of_one) for of_one in of_each]
+    known = {name: group for of_one in of_each for name, group in of_one.items()}
+    groups = dict(sorted(known.items(), key=lambda item: item[1].dim))
+    stages = None if pipeline is None or pipeline.size() == 1 else SplitGroup.of(pipeline, 0)
     if stages is not None and stages.group.group_name in groups:
         raise LayoutError(
             "parameters cannot be split along the pipeline dim too",
@@ -105,12 +107,12 @@ def clip_grad_norm_(
         _of_all(
             {key: join(torch.stack(some)) for key, some in values.items()},
             each.sum(),
-            sorted(groups, key=lambda name: groups[name].dim),
-            lambda name, x: groups[name].reduce(x, join),
+            groups,
+            lambda name, x: _reduce(groups[name], x, join),
         )
     )
     if stages is not None:
-        norm = stages.reduce(norm, join)
+        norm = _reduce(stages, norm, join)
     if join is torch.sum:
         norm = norm.pow(1 / order)
     if error_if_nonfinite and not norm.isfinite():
@@ -124,40 +126,17 @@ def clip_grad_norm_(
     return norm
 
 
-class _Group(NamedTuple):
-    """A group along which ranks hold different gradients. dim: its name in the DeviceMesh, the same on all ranks."""
-
-    dim: str
-    device: torch.device
-    group: dist.ProcessGroup
-
-    @staticmethod
-    def of(where: DeviceMesh, axis: int) -> _Group:
-        names = where.mesh_dim_names
-        return _Group(
-            names[axis] if names else str(axis), torch.device(where.device_type), where.get_group(axis)
-        )
-
-    def reduce(self, values: Tensor, join: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the sum or the largest value of all ranks, element by element. It is nan if a rank's value is nan."""
-        sent = values.to(self.device, copy=True)
-        if join is torch.sum:
-            dist.all_reduce(sent, group=self.group)
-        else:
-            # A backend's maximum may drop nan.
-            sent = torch.stack([sent.nan_to_num(0.0, posinf=math.inf), sent.isnan().double()])
-            dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.group)
-            sent = torch.where(sent[1] > 0, math.nan, sent[0])
-        return sent.to(values.device)
-
-
-def _names_of(parameter: Tensor, groups: dict[str, _Group]) -> Iterator[str]:
-    """Yield the names of the groups along which a parameter is split, and add them to `groups`."""
-    for axis in split_axes(parameter):
-        assert isinstance(parameter, DTensor)
-        found = _Group.of(parameter.device_mesh, axis)
-        groups.setdefault(found.group.group_name, found)
-        yield found.group.group_name
+def _reduce(where: SplitGroup, values: Tensor, join: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the sum or the largest value of all ranks, element by element. It is nan if a rank's value is nan."""
+    sent = values.to(where.device, copy=True)
+    if join is torch.sum:
+        dist.all_reduce(sent, group=where.group)
+    else:
+        # A backend's maximum may drop nan.
+        sent = torch.stack([sent.nan_to_num(0.0, posinf=math.inf), sent.isnan().double()])
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group=where.group)
+        sent = torch.where(sent[1] > 0, math.nan, sent[0])
+    return sent.to(values.device)
 
 
 def _whole_sum(parameter: Tensor) -> Tensor:

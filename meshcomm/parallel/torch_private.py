@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch.utils._pytree import keystr, tree_leaves_with_path
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_with_path
 from torch.utils._pytree import tree_map as tree_map
 
 from meshcomm.errors import UnsupportedOp
@@ -52,6 +52,11 @@ _storage_at: Any = torch._C._construct_storage_from_data_pointer
 def storage_without_memory(nbytes: int) -> Any:
     """Return a CPU storage of this size, with a unique address and no memory. The storage cannot be resized."""
     return _storage_at(_addresses().take(nbytes), _CPU, nbytes)
+
+
+def map_with_paths(function: Callable[[str, Any], Any], tree: Any) -> Any:
+    """Return a copy of a tree in which `function` replaces each leaf, from its path such as `['a'][0]` and the leaf."""
+    return tree_map_with_path(lambda path, leaf: function(keystr(path), leaf), tree)
 
 
 def entries_of(tree: Any) -> list[tuple[str, Any]]:

@@ -18,11 +18,10 @@ from meshcomm.parallel.tensor.layers import (
 from meshcomm.parallel.tensor.parameters import (
     assign,
     local,
-    unsplit_optimizer_state,
-    unsplit_state,
     whole,
 )
 from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.parallel.tensor.unsplit import unsplit_optimizer_state, unsplit_state
 
 __all__ = [
     "ColumnParallel",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshcomm.errors import LayoutError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.torch_private import dtensor_of, parts_of_dtensor
-from meshcomm.transfer.fused import Kept, fused_parts, joined, unfused
+from meshcomm.transfer.fused import Kept, joined
 from meshcomm.transfer.tensors import own_regions
 
 
@@ -75,6 +76,32 @@ def split_axes(parameter: Tensor) -> list[int]:
     ]
 
 
+class SplitGroup(NamedTuple):
+    """A group along which ranks hold different parts. dim: its name in the DeviceMesh, the same on all ranks."""
+
+    dim: str
+    device: torch.device
+    group: dist.ProcessGroup
+
+    @staticmethod
+    def of(where: DeviceMesh, axis: int) -> SplitGroup:
+        names = where.mesh_dim_names
+        return SplitGroup(
+            names[axis] if names else str(axis), torch.device(where.device_type), where.get_group(axis)
+        )
+
+
+def split_groups(tensors: Iterable[Tensor]) -> dict[str, SplitGroup]:
+    """Return the groups along which tensors are split, by their names, sorted by dim: the same order on all ranks."""
+    groups = [
+        SplitGroup.of(tensor.device_mesh, axis)
+        for tensor in tensors
+        if isinstance(tensor, DTensor)
+        for axis in split_axes(tensor)
+    ]
+    return {found.group.group_name: found for found in sorted(groups, key=lambda found: found.dim)}
+
+
 def local(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter, in the parameter's memory. Gradients flow back into the parameter."""
     if not isinstance(parameter, DTensor):
@@ -124,60 +151,3 @@ def assign(parameter: Tensor | Kept, value: Any) -> None:
     for region in own_regions(parameter):
         box = region.box
         region.write(box.begin, box.end, value[box.slices])
-
-
-def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the tensors in the module's `state_dict()`, as full, plain tensors in the layout from before the split.
-
-    Called by: every rank that holds a part. Each rank receives the full dict.
-    """
-    state = unfused(module.state_dict(keep_vars=True), module)
-    return {name: whole(tensor).clone() for name, tensor in state.items()}
-
-
-def unsplit_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return a copy of the optimizer's `state_dict()` with full, plain tensors, in the layout from before the split.
-
-    An optimizer of the unsplit module loads it with `load_state_dict`, if it was created from the parameters in the same order.
-
-    Called by: every rank that holds a part. Each rank receives the full dict.
-
-    Raises LayoutError for parameters that the module does not have, for state of a split parameter that is not a DTensor, and for
-    state of a multi-part weight, such as q, k and v in one, that has another shape than the weight.
-    """
-    fused = fused_parts(module)
-    named = {id(tensor): name for name, tensor in module.named_parameters(remove_duplicate=False)}
-    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    if foreign := [tuple(tensor.shape) for tensor in parameters if id(tensor) not in named]:
-        raise LayoutError(
-            "the optimizer has parameters that the module does not have",
-            given=f"{len(foreign)} of {len(parameters)}, the first of shape {foreign[0]}",
-            expected="an optimizer of this module's parameters",
-            hint="create the optimizer after tensor_parallel and fully_shard, which replace parameters",
-        )
-
-    def full(index: int, key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return copy.deepcopy(value)
-        parameter = parameters[index]
-        if value.ndim == 0:
-            # The number of steps, for example.
-            return value.clone()
-        parts = fused.get(name := named[id(parameter)])
-        is_local = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
-        if is_local or (parts is not None and value.shape != parameter.shape):
-            raise LayoutError(
-                f'nothing says how the optimizer\'s "{key}" of {name} is split',
-                given=f"{key} of shape {tuple(value.shape)} for a {type(parameter).__name__} of shape {tuple(parameter.shape)}",
-                expected="state of the parameter's own type and shape, as of AdamW or SGD with momentum",
-                hint="save each rank's optimizer.state_dict(), or use an optimizer whose state has the parameter's shape",
-            )
-        return whole(value if parts is None else Kept(value, parts)).clone()
-
-    with torch.no_grad():
-        state = optimizer.state_dict()
-        held = {
-            index: {key: full(index, key, value) for key, value in entries.items()}
-            for index, entries in state["state"].items()
-        }
-    return {**copy.deepcopy({key: value for key, value in state.items() if key != "state"}), "state": held}

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import meshcomm
-from meshcomm.errors import LayoutError
+from meshcomm.errors import LayoutError, MeshcommError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import GradientSync, tensor_parallel, unsplit_optimizer_state, unsplit_state
 from meshcomm.testing import Pool
@@ -144,4 +145,138 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 
 def test_state_of_another_shape_is_refused_by_name() -> None:
     for text in meshcomm.simulate(refused, dims={"tp": 2}):
-        assert 'the optimizer\'s "moment" of qkv.weight' in text
+        assert "qkv.weight['moment'] in the optimizer's state" in text
+
+
+class Odd(torch.optim.Optimizer):
+    """An optimizer with state in containers, without axes, and of one dim less than the parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad.ndim == 2:
+                    grad = each.grad
+                    nested = {"b": [grad * 2, (grad.sum(0), 3)], "a": grad.clone()}
+                    self.state[each] = {"nested": nested, "norm": grad.norm(), "steps": 7}
+
+
+def equal_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).double()
+
+
+def orders(mesh: Mesh) -> list[tuple[list[int], dict[str, Any]]]:
+    """Each optimizer gets the parameters in another order on each rank, and has the keys of its state in another order."""
+    found = []
+    for made in (Odd, torch.optim.AdamW):
+        module = equal_layers()
+        fully_shard(module, mesh=mesh["tp"])
+        order = [0, 1, 2] if mesh.rank else [2, 0, 1]
+        optimizer = made([cast(nn.Linear, module[i]).weight for i in order])
+        module(batches()[0]).square().mean().backward()
+        optimizer.step()
+        if mesh.rank:
+            for entries in optimizer.state.values():
+                for key in sorted(entries):
+                    entries[key] = entries.pop(key)
+        found.append((order, unsplit_optimizer_state(module, optimizer)["state"]))
+    return found
+
+
+def test_ranks_may_give_the_optimizer_parameters_in_different_orders() -> None:
+    for of_rank in meshcomm.simulate(orders, dims={"tp": 2}):
+        for made, (order, state) in zip((Odd, torch.optim.AdamW), of_rank, strict=True):
+            module = equal_layers()
+            optimizer = made([cast(nn.Linear, module[i]).weight for i in order])
+            module(batches()[0]).square().mean().backward()
+            optimizer.step()
+            torch.testing.assert_close(state, optimizer.state_dict()["state"], rtol=1e-12, atol=1e-14)
+
+
+def caught(call: Any) -> str:
+    with pytest.raises(MeshcommError) as found:
+        call()
+    return f"{type(found.value).__name__}: {found.value}"
+
+
+def different(mesh: Mesh) -> list[str]:
+    module = net()
+    tensor_parallel(module, mesh, "tp", PLAN)
+    optimizer = torch.optim.AdamW(module.parameters())
+    step(module, optimizer, batches()[0])
+    # Calls are compared up to call 64.
+    for _ in range(70):
+        mesh.all_reduce("tp", torch.ones(1))
+    if mesh.rank == 1:
+        del optimizer.state[module.up.weight]["exp_avg"]
+    texts = [caught(lambda: unsplit_optimizer_state(module, optimizer))]
+    if mesh.rank == 1:
+        optimizer.state[module.qkv.weight]["exp_avg"] = torch.zeros(3)
+    texts.append(caught(lambda: unsplit_optimizer_state(module, optimizer)))
+    if mesh.rank == 1:
+        del module.down
+    texts.append(caught(lambda: unsplit_state(module)))
+    return texts
+
+
+def test_different_state_is_an_error_on_every_rank() -> None:
+    found: Any = meshcomm.simulate(different, dims={"tp": 4})
+    for rank, (missing, failed, smaller) in enumerate(found):
+        assert "the optimizer's state differs between ranks: rank 1 of 4 is mismatched" in missing
+        assert "rank 1 without up.weight['exp_avg']: float64 (16, 8)" in missing
+        assert "nothing says how qkv.weight['exp_avg']" in failed
+        assert ("LayoutError" if rank == 1 else "MeshMismatchError: rank 1 could not gather") in failed
+        assert "rank 1 without down." in smaller
+
+
+class WithExtra(Net):
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": 3, "scale": torch.ones(2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["calls"] == 3
+
+
+def extra(mesh: Mesh) -> Any:
+    torch.manual_seed(0)
+    module = WithExtra().double()
+    tensor_parallel(module, mesh, "tp", PLAN)
+    return unsplit_state(module)
+
+
+def test_extra_state_is_copied() -> None:
+    torch.manual_seed(0)
+    expected = WithExtra().double().state_dict()
+    for state in meshcomm.simulate(extra, dims={"tp": 2}):
+        torch.testing.assert_close(dict(state), dict(expected), rtol=0, atol=0)
+        WithExtra().double().load_state_dict(state)
+
+
+def transposed(mesh: Mesh) -> str:
+    module = net()
+    tensor_parallel(module, mesh, "tp", PLAN)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    weight = module.qkv.weight
+    # A rank keeps the rows of q, k and v as (8, 3, 8).
+    optimizer.state[weight]["moment"] = weight.detach().transpose(0, -1).contiguous()
+    assert optimizer.state[weight]["moment"].shape == weight.shape
+    return caught(lambda: unsplit_optimizer_state(module, optimizer))
+
+
+def test_state_of_a_multi_part_weight_that_is_split_in_another_way_is_refused() -> None:
+    for text in meshcomm.simulate(transposed, dims={"tp": 2}):
+        assert "nothing says how qkv.weight['moment']" in text
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    module: Any = nn.Linear(2, 2)
+    optimizer: Any = torch.optim.SGD(module.parameters())
+    wrong: Any = [optimizer, None, module.state_dict()]
+    for value in wrong:
+        assert "the module is not an nn.Module" in caught(lambda value=value: unsplit_state(value))
+        assert "the module is not" in caught(lambda value=value: unsplit_optimizer_state(value, optimizer))
+    assert "is not a torch.optim.Optimizer" in caught(lambda: unsplit_optimizer_state(module, module))
