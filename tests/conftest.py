@@ -12,6 +12,10 @@ from collections.abc import Callable
 
 import pytest
 
+# A worker collects no garbage before it has collected the tests: nearly all that it makes until then stays.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    gc.disable()
+
 # Threads that wait for each other at the end of a parallel loop would spin. On a busy machine, the one that they wait for then has
 # no core, and a step takes ten times as long. OpenMP reads the setting when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

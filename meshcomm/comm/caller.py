@@ -66,6 +66,10 @@ class Caller:
         for work in self.start(call):
             work.wait()
 
+    def has_completed(self, work: Work) -> bool:
+        """Return whether one of the group's Work objects has completed; see `Transport.has_completed`."""
+        return self.transport.has_completed(work)
+
     def wait_within(self, work: Work, timeout_s: float, last: bool) -> None:
         """Wait at most `timeout_s` seconds for one of the group's Work objects; see `Transport.wait_within`."""
         self.transport.wait_within(work, timeout_s, last)

@@ -18,6 +18,7 @@ from meshcomm.comm.torch_private import (
     forward_level,
     is_fwd_grad_enabled,
     is_wrapped,
+    jit_traces,
     transforming,
     unobserved,
     unpack_dual,
@@ -75,6 +76,13 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Where, plain: bool = 
             expected="the call outside the transform, or a call of mesh.functional",
             hint="mesh.functional.all_reduce, all_gather, reduce_scatter, all_to_all or shift",
         )
+    if jit_traces():
+        raise UnsupportedOp(
+            f"{where()} cannot be recorded by torch.jit.trace",
+            given=f"a {type(x).__name__}, in a function that torch.jit.trace runs",
+            expected="torch.compile or torch.export, whose graphs keep calls; a trace would drop this call in silence",
+            hint="torch.compile(function), with mesh.functional",
+        )
     if type(x) is Tensor and x.layout is torch.strided and x.device.type in kinds and not _packed(x):
         return
     if not isinstance(x, Tensor):
@@ -111,7 +119,7 @@ def check_input(
     x = value_of(x)
     check_tensor(x, kinds, where)
     if functional is not None:
-        check_in_place(x, where, functional)
+        check_in_place(x, where, functional, written)
     if written:
         check_written(x, where)
     plain: Tensor = x
@@ -259,14 +267,15 @@ def span_of(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
-def check_in_place(x: Tensor, where: Where, functional: str) -> None:
-    """Raise if autograd tracks a tensor that an in-place collective would change.
+def check_in_place(x: Tensor, where: Where, functional: str, written: bool = True) -> None:
+    """Raise if autograd tracks a tensor that an in-place collective would change, or whose gradient a call would lose.
 
-    functional: the differentiable call; "" if there is none.
+    functional: the differentiable call; "" if there is none. written: whether the call changes the tensor.
     """
     if x.requires_grad and torch.is_grad_enabled():
+        does = "would change a tensor" if written else "would lose the gradient of a tensor"
         raise AutogradError(
-            f"{where()} would change a tensor that needs gradients",
+            f"{where()} {does} that needs gradients",
             given=f"a tensor of shape {tuple(x.shape)} with requires_grad=True",
             expected="a tensor without gradients, or torch.no_grad()",
             hint=f"mesh.functional.{functional}, which returns a new tensor and has a gradient"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -53,6 +54,8 @@ class Handle(Generic[T]):
     _error: Exception | None = None
     # Whether a limited wait has ended before the call.
     _cut = False
+    # Whether the program has asked if the call has completed.
+    _polled = False
 
     def __init__(
         self,
@@ -124,7 +127,7 @@ class Handle(Generic[T]):
         since = clock() if pending is None else pending.waits()
         try:
             try:
-                if timeout_s is None and self._confirm is None and not self._cut:
+                if timeout_s is None and self._confirm is None and not (self._cut or self._polled):
                     for work in works:
                         work.wait()
                 else:
@@ -167,7 +170,7 @@ class Handle(Generic[T]):
         until = math.inf if timeout_s is None else clock() + timeout_s
         left_s = None if self._confirm is None else self._confirm(timeout_s)
         if timeout_s is None:
-            if self._cut:
+            if self._cut or self._polled:
                 left_s = left_s or self._by.transport.timeout_s or None
             if left_s is not None:
                 until = clock() + left_s
@@ -202,8 +205,18 @@ class Handle(Generic[T]):
             self._pending.at_once()
 
     def is_completed(self) -> bool:
-        """Return whether `wait` would return or raise without blocking."""
-        return self._works is None or all(work.is_completed() for work in self._works)
+        """Return whether `wait` would return or raise without blocking.
+
+        torch's own Work for a message of Gloo does not complete before it is waited for, so another thread waits for it.
+        """
+        works = self._works
+        if works is None:
+            return True
+        self._polled = True
+        return all(
+            work.is_completed() if isinstance(work, Handle) else self._by.has_completed(work)
+            for work in works
+        )
 
     def is_success(self) -> bool:
         """Return whether the call has completed without an error."""
@@ -247,9 +260,10 @@ class Handle(Generic[T]):
         assert not callable(self._source)
         return self._source
 
-    def __del__(self) -> None:
-        # Missing if __init__ did not finish.
-        if getattr(self, "_works", None) and not self._cut and not self._by.transport.tells_unwaited:
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Missing if __init__ did not finish. At the end of Python, other modules are gone.
+        works = getattr(self, "_works", None)
+        if works and not (is_over() or self._cut or self._by.transport.tells_unwaited):
             warnings.warn(
                 f"{self._by.where(self._call)}: the handle made at {self._line} was dropped without a wait()",
                 UnwaitedHandle,

@@ -16,14 +16,16 @@ from meshcomm.transport.torch_private import profiling
 
 # Whether a transform of torch.func (vmap, grad, jvp) is active.
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Whether torch.jit.trace is running the program.
+jit_traces: Callable[[], bool] = torch._C._is_tracing
 _forward_mode: Any = forward_ad
 # The current level of forward-mode AD; below 0 if no level is open.
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 
 
 def unobserved() -> bool:
-    """Return whether no forward-mode AD, torch.func transform or profiler is active."""
-    return _forward_mode._current_level < 0 and not transforming() and not profiling()
+    """Return whether no forward-mode AD, torch.func transform, torch.jit.trace or profiler is active."""
+    return _forward_mode._current_level < 0 and not transforming() and not jit_traces() and not profiling()
 
 
 # Switches forward-mode AD on or off inside a block.

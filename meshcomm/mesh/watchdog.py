@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary, ref
 
 import torch.distributed as dist
 
-from meshcomm.errors import CollectiveTimeout, MeshcommError, PeerLost, RankLost
+from meshcomm.errors import CollectiveTimeout, MeshClosed, MeshcommError, PeerLost, RankLost
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.rank_failure import (
@@ -37,7 +37,7 @@ from meshcomm.rendezvous.store import prefixed, within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_changes import failed_barrier, overdue_barrier
 from meshcomm.transport.torch_private import await_at_exit, capturing, unfinished_collectives
-from meshcomm.watching.callsite import C10D, is_inside
+from meshcomm.watching.callsite import C10D, caller, is_inside
 from meshcomm.watching.compare import MessageCheck, Shared
 from meshcomm.watching.exceptions import (
     Raised,
@@ -285,8 +285,11 @@ class Watchdog(Watching):
             if thread is not threading.current_thread():
                 thread.join(waits_s)
                 await_at_exit(thread)
+        ends = self.own.failed is None and not abandons
         for recorder in self._recorders:
             recorder.close()
+            if ends:
+                recorder.inquire = partial(_closed, caller())
         # Replace the connection with an unused store, and drop the Work, which would keep the group alive.
         self._store = dist.HashStore()
         self._options = WatchOptions(self._options.timeout_s, self._options.end)
@@ -725,6 +728,15 @@ def _inquire(
 ) -> MeshcommError:
     alive = watchdog()
     return failure(where, error) if alive is None else alive.inquire(recorder, where, error)
+
+
+def _closed(place: str, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
+    return MeshClosed(
+        f"{where} was under way when this rank closed the mesh",
+        given=f"a wait after the mesh was closed at {place}: {first_line(error)}",
+        expected="wait() for every call before the mesh closes",
+        hint="move handle.wait() into the with block, or before mesh.close()",
+    )
 
 
 def _timeout_s(transport: ref[Transport], default: float) -> float:

@@ -207,7 +207,7 @@ class Draws:
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the generators of the CPU and of `device`, which must be the current one of its type.
 
-    `torch.manual_seed` seeds those of all devices, and formats a stack for each CUDA device that the program does not use.
+    `torch.manual_seed` seeds the generators of all devices. For each CUDA device that the program does not use, torch formats a stack.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":

@@ -96,6 +96,10 @@ class Transport(ABC):
         """Drop calls that other ranks may never make, so that `close` does not wait for them."""
         return
 
+    def has_completed(self, work: Work) -> bool:
+        """Return whether `work` has completed. After this, wait for it by `wait_within`."""
+        return work.is_completed()
+
     def wait_within(self, work: Work, timeout_s: float, last: bool) -> None:
         """Wait for `work` up to a time limit. Raises TimeoutError if it is still under way then, and may be waited for again.
 

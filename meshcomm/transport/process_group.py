@@ -16,7 +16,7 @@ from meshcomm.collectives import Call, Collective
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_changes import wait_at_most
+from meshcomm.transport.torch_changes import has_completed, wait_at_most
 from meshcomm.transport.torch_private import abort, bindings, give_back, source_rank, timeout_of
 
 # The most memory that a group keeps for messages that have ended.
@@ -132,6 +132,9 @@ class ProcessGroupTransport(Transport):
 
     def source_of(self, work: Work) -> int:
         return source_rank(work)
+
+    def has_completed(self, work: Work) -> bool:
+        return work.is_completed() if self.ordered else has_completed(work)
 
     def wait_within(self, work: Work, timeout_s: float, last: bool) -> None:
         if not self.ordered:

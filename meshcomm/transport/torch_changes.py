@@ -270,6 +270,17 @@ def wait_at_most(work: Any, timeout: timedelta, last: bool) -> None:
 
 
 @outside_graphs
+def has_completed(work: Any) -> bool:
+    """Return whether a Work of Gloo has completed. A message does not complete before it is waited for: a thread waits for it.
+
+    After this, wait for a message by `wait_at_most`.
+    """
+    if work._get_op_type() in _IN_SLICES or work.is_completed():
+        return bool(work.is_completed())
+    return not _queues_of(work, _FOREVER)[1].empty()
+
+
+@outside_graphs
 def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
     error = _ENDED_BY.get(work)
     if error is None:
@@ -331,10 +342,7 @@ def _raise(cause: Exception | None) -> None:
 
 def _waited_beside(work: Any, timeout: timedelta, ended: Callable[[], Exception | None], again: bool) -> bool:
     """Wait for `work` in another thread, which goes on after an error here: only one wait for a message ever returns."""
-    queues = _WAITED_BESIDE.get(work)
-    if queues is None:
-        queues = _WAITED_BESIDE[work] = _BESIDE.pop() if _BESIDE else _beside()
-        queues[0].put((work, _FOREVER if again else timeout))
+    queues = _queues_of(work, _FOREVER if again else timeout)
     until = time.monotonic() + timeout.total_seconds() if again else math.inf
     while True:
         left_s = until - time.monotonic()
@@ -350,6 +358,15 @@ def _waited_beside(work: Any, timeout: timedelta, ended: Callable[[], Exception 
     if isinstance(answer, BaseException):
         raise answer
     return bool(answer)
+
+
+def _queues_of(work: Any, timeout: timedelta) -> _Queues:
+    """Return the queues of the thread that waits for `work`, after starting the wait if there is none."""
+    queues = _WAITED_BESIDE.get(work)
+    if queues is None:
+        queues = _WAITED_BESIDE[work] = _BESIDE.pop() if _BESIDE else _beside()
+        queues[0].put((work, timeout))
+    return queues
 
 
 _Queues: TypeAlias = tuple["SimpleQueue[Any]", "SimpleQueue[Any]"]

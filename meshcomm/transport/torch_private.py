@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import glob
 import inspect
 import json
 import os
@@ -520,6 +521,28 @@ def _await_returning() -> None:
     until = time.monotonic() + _RETURNS_S
     for thread in _RETURNING:
         thread.join(max(0.0, until - time.monotonic()))
+    # After a wait returns, Gloo's thread may still be about to free the call's tensors, which takes Python's lock. A thread
+    # that does so after Python has shut down is ended by SIGABRT. Each look lets these threads run.
+    idle = 0
+    while idle < 2 and time.monotonic() < until:
+        if not (states := _states_of_gloo()):
+            break
+        time.sleep(0.001)
+        idle = 0 if "R" in states else idle + 1
+
+
+def _states_of_gloo() -> list[str]:
+    """Return the state of each of Gloo's threads in this process: "R" if it runs or could run, "?" if that is unknown."""
+    if sys.platform != "linux":
+        return ["?"] if c10d._world.pg_map else []
+    states = []
+    for path in glob.glob("/proc/self/task/*/stat"):
+        with contextlib.suppress(OSError), open(path) as file:
+            _, _, rest = file.read().partition("(")
+            name, _, values = rest.rpartition(") ")
+            if name.startswith("pt_gloo"):
+                states.append(values[0])
+    return states
 
 
 def keep_for_good(groups: Sequence[Any]) -> None:

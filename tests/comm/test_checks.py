@@ -80,7 +80,10 @@ REFUSED: list[Refused] = [
     (lambda m: (lambda x: both(m, x, x[1:]))(ones()), ShapeError, "that overlap"),
     (lambda m: (lambda x: m.exchange("dp", [(x, peer(m))], [(x, peer(m))]))(ones()), ShapeError, "separate memory"),
     (lambda m: (lambda x: both(m, x[:, 0], x[:, 1], x[1]))(ones(3, 2)), ShapeError, "that overlap"),
-    (lambda m: m.all_gather("dp", watched(4)), AutogradError, "change a tensor that needs gradients"),
+    (lambda m: m.all_gather("dp", watched(4)), AutogradError, "lose the gradient of a tensor that needs gradients"),
+    (lambda m: m.shift("dp", watched(4)), AutogradError, "lose the gradient of a tensor that needs gradients"),
+    (lambda m: torch.jit.trace(lambda x: m.all_reduce("dp", x.clone()), (ones(),)), UnsupportedOp, "torch.jit.trace"),
+    (lambda m: torch.jit.trace(lambda x: m.functional.shift("dp", x), (ones(),)), UnsupportedOp, "torch.jit.trace"),
     (lambda m: m.all_reduce("dp", watched(4)), AutogradError, "change a tensor that needs gradients"),
     # Invalid values of `out`.
     (lambda m: m.reduce_scatter("dp", ones(), out=0), ShapeError, "given a int"),

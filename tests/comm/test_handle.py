@@ -14,8 +14,16 @@ import torch
 
 import meshcomm
 from meshcomm.comm.handle import UnwaitedHandle
-from meshcomm.errors import CallMismatchError, MeshcommError, ShapeError, UnsupportedOp
+from meshcomm.errors import (
+    CallMismatchError,
+    CollectiveTimeout,
+    MeshClosed,
+    MeshcommError,
+    ShapeError,
+    UnsupportedOp,
+)
 from meshcomm.mesh import Mesh
+from meshcomm.testing import Pool
 
 
 class Slow:
@@ -46,6 +54,9 @@ class By:
 
     def confirm(self, call: str) -> None:
         pass
+
+    def has_completed(self, work: Any) -> bool:
+        return bool(work.is_completed())
 
     def wait_within(self, work: Any, timeout_s: float, last: bool) -> None:
         work.wait(timeout_s)
@@ -207,3 +218,62 @@ def test_a_list_that_fails_leaves_no_handles_behind(mesh: Mesh) -> None:
         assert mesh.all_reduce("dp", []) == []
         gc.collect()
     assert not caught
+
+
+@pytest.mark.mesh(dp=2, timeout_s=20, via="gloo")
+@pytest.mark.parametrize("before", [0, 5], ids=["compared", "no longer compared"])
+def test_a_message_completes_while_the_program_asks(mesh: Mesh, before: int) -> None:
+    """torch's own Work for a message of Gloo completes only in wait()."""
+    me, other = mesh.coord("dp"), 1 - mesh.coord("dp")
+    for _ in range(before):
+        mesh.exchange("dp", [(torch.ones(3), other)], [(torch.zeros(3), other)])
+    for numel in (3, 3_000_000):
+        out = torch.zeros(numel)
+        received = mesh.irecv("dp", out, src=other)
+        if me == 0:
+            assert not received.is_completed()
+        mesh.barrier("dp")
+        sent = mesh.isend("dp", torch.full((numel,), 4.0 + me), dst=other)
+        for handle in (received, sent):
+            until = time.monotonic() + 15
+            while not handle.is_completed() and time.monotonic() < until:
+                time.sleep(0.001)
+            assert handle.is_success()
+        assert received.wait().eq(4.0 + other).all() and received.source == other
+        sent.wait()
+
+
+@pytest.mark.mesh(dp=2, timeout_s=20, via="gloo")
+def test_a_message_that_was_asked_for_names_who_did_not_send(mesh: Mesh) -> None:
+    received = mesh.irecv("dp", torch.zeros(3), src=1 - mesh.coord("dp"), tag=3)
+    assert not received.is_completed() and received.exception() is None
+    with pytest.raises(CollectiveTimeout, match="recv from"):
+        received.wait(0.2)
+    mesh.send("dp", torch.ones(3), dst=1 - mesh.coord("dp"), tag=3) if mesh.coord("dp") else None
+    if mesh.coord("dp") == 0:
+        assert received.wait().tolist() == [1.0] * 3
+        mesh.send("dp", torch.ones(3), dst=1, tag=3)
+    else:
+        assert received.wait().tolist() == [1.0] * 3
+
+
+def waits_after_close() -> str:
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=3) as mesh:
+        mesh.all_reduce("dp", torch.ones(2))
+        handle = mesh.irecv("dp", torch.zeros(3), src=1 - mesh.coord("dp"))
+    with pytest.raises(MeshClosed) as caught:
+        handle.wait()
+    return str(caught.value)
+
+
+def test_a_wait_after_the_mesh_was_closed_blames_no_peer(pool: Pool) -> None:
+    for text in pool.run(waits_after_close, ranks=2):
+        assert "was under way when this rank closed the mesh" in text and __file__ in text
+
+
+def test_a_handle_that_is_alive_at_the_end_of_python_says_nothing() -> None:
+    handle = meshcomm.Handle([Slow()], By(), "a call")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle.__del__(lambda: True)
+    handle._abandon()

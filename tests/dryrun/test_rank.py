@@ -65,7 +65,7 @@ def compared(pool: Pool, config: Config, world: int = WORLD) -> list[float]:
         assert sorted(rows) == sorted(was.rows)
         assert sum(was.peak.parts.values()) == was.peak.nbytes
         for part, nbytes in was.peak.parts.items():
-            # On processes, buffers live until Gloo's thread has let go of them: they belong to the rest.
+            # On processes, buffers live until Gloo's thread has let go of them. The rest includes these buffers.
             bound = 0.15 if part == "rest" else 0.1
             assert abs(is_.peak.parts[part] - nbytes) < bound * was.peak.nbytes, part
         for part in ("weights", "gradients", "optimizer"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
+import threading
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.errors import CallMismatchError
+from meshcomm.transport import torch_private
 from meshcomm.transport.torch_changes import CAN_WATCH, REPLACED, changed
 from tests.ranks import on_ranks
 
@@ -117,3 +121,23 @@ def test_a_function_that_others_replace_meanwhile_stays_theirs() -> None:
         assert getattr(each.owner, each.name) is print
     finally:
         setattr(each.owner, each.name, each.torchs)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, the state of threads is unknown")
+def test_the_end_of_python_waits_for_threads_of_gloo() -> None:
+    """One that frees a tensor after Python has shut down is ended by SIGABRT."""
+    begun, over = threading.Event(), []
+
+    def busy() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
+        begun.set()
+        # Without Python's lock, as Gloo's threads.
+        hashlib.pbkdf2_hmac("sha256", b"a", b"b", 400_000)
+        over.append(True)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    assert begun.wait(60)
+    torch_private._await_returning()
+    assert over
+    thread.join()

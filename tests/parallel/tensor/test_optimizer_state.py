@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 
 import meshcomm
 from meshcomm.errors import LayoutError, MeshcommError
