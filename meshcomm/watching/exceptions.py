@@ -50,6 +50,8 @@ _OF_DTENSORS: Final = (
     "got mixed torch.Tensor and DTensor",
     "must have the same mesh",
     "sharding strategy registered",
+    "in-place operations that require placement changes",
+    "Muon only supports 2D parameters",
 )
 _TAKE_NONE: Final = {
     "torch/nn/utils/clip_grad.py": (
@@ -59,6 +61,18 @@ _TAKE_NONE: Final = {
     "torch/nn/parallel/distributed.py": (
         "DistributedDataParallel takes no DTensors, which parallelize_module makes of a module's parameters",
         'meshcomm.GradientSync(mesh, "dp", module); or fully_shard(module, mesh=mesh["dp"])',
+    ),
+    "torch/optim/_adafactor.py": (
+        "torch's Adafactor takes no DTensors, because it needs means over whole rows and columns",
+        "torch.optim.AdamW; in a config, state_dtype makes its state small",
+    ),
+    "torch/optim/lbfgs.py": (
+        "torch's LBFGS takes no DTensors beside plain tensors, because it makes one vector of all parameters",
+        "torch.optim.AdamW or SGD",
+    ),
+    "torch/optim/_muon.py": (
+        "torch's Muon takes matrices, and tensor_parallel gives a third axis to a weight of several parts, such as q, k and v",
+        "AdamW for these parameters; a config's groups train them with Muon; or one nn.Linear for each part",
     ),
     "torch/optim/": (
         "an optimizer with fused=True or foreach=True takes no DTensors beside plain tensors",
@@ -70,13 +84,13 @@ _TAKE_NONE: Final = {
 def about_dtensors(error: BaseException) -> MeshcommError | None:
     """Return what to call instead if torch's clipping, DDP or optimizers were given DTensors that they do not take."""
     text = first_line(error)
-    if not isinstance(error, RuntimeError) or not any(said in text for said in _OF_DTENSORS):
+    if not isinstance(error, RuntimeError | ValueError) or not any(said in text for said in _OF_DTENSORS):
         return None
     files = [frame.filename for frame in extract_tb(error.__traceback__)]
     for part, (what, hint) in _TAKE_NONE.items():
         if any(part in file for file in files):
             given = f"{text}\nat {place_of(error)}"
-            return TrainingError(what, given=given, expected="parameters of one kind", hint=hint)
+            return TrainingError(what, given=given, expected="parameters that this part of torch takes", hint=hint)
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import meshcomm
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
+from meshcomm.parallel import tensor_parallel
 from meshcomm.testing import Pool
 
 ORDER = [2, 0, 3, 1]
@@ -152,6 +153,26 @@ def updates(mesh: Mesh, net: nn.Module) -> None:
     torch.optim.AdamW(net.parameters(), fused=True).step()
 
 
+def factors(mesh: Mesh, net: nn.Module) -> None:
+    net(batch(0)).sum().backward()
+    torch.optim.Adafactor(net[0].parameters()).step()
+
+
+def flattens(mesh: Mesh, net: nn.Module) -> None:
+    def loss() -> Tensor:
+        value = net(batch(0)).sum()
+        value.backward()
+        return value
+
+    torch.optim.LBFGS(net.parameters()).step(loss)
+
+
+def orthogonalizes(mesh: Mesh, net: nn.Module) -> None:
+    parts = nn.Sequential(nn.Linear(8, 24, bias=False))
+    tensor_parallel(parts, mesh, "tp", {"0": "column:3"})
+    torch.optim.Muon(parts.parameters())
+
+
 def ends(mesh: Mesh, net: nn.Module) -> None:
     raise RuntimeError("All parts must have the same mesh")
 
@@ -175,6 +196,9 @@ def mixed(call: Callable[[Mesh, nn.Module], None]) -> None:
             r"DistributedDataParallel takes no(.|\n)*mixed(.|\n)*in wraps\n(.|\n)*GradientSync\(mesh, \"dp\", module\)",
         ),
         (updates, r"fused=True(.|\n)*mixed(.|\n)*in updates\n(.|\n)*decay_groups\(module\)"),
+        (factors, r"Adafactor takes no DTensors(.|\n)*in factors\n"),
+        (flattens, r"LBFGS takes no DTensors beside(.|\n)*mixed(.|\n)*in flattens\n"),
+        (orthogonalizes, r"Muon takes matrices(.|\n)*\(8, 3, 8\)|Muon takes matrices(.|\n)*\[8, 3, 8\]"),
         (ends, None),
     ],
 )
@@ -187,4 +211,4 @@ def test_what_torch_takes_no_dtensors_in_is_named_with_the_way_out(
 def ended(call: Callable[[Mesh, nn.Module], None], says: str | None) -> None:
     with pytest.raises(TrainingError if says else RuntimeError, match=says or "^All parts") as caught:
         mixed(call)
-    assert says is None or isinstance(caught.value.__cause__, RuntimeError)
+    assert says is None or isinstance(caught.value.__cause__, RuntimeError | ValueError)
