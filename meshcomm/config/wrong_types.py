@@ -144,7 +144,7 @@ def _refused(model: type[BaseModel], path: Path, errors: Sequence[PydanticError]
             f"{value} is a size, not the name of a dim",
             "the name of a dim, whose size is in mesh.dims",
         )
-        return Problem(key, what, expected, [_role_of_size(path, value, data)], given)
+        return Problem(key, what, expected, [_role_of_size(section, path, value, data)], given)
     if kind in ("missing", "string_too_short", "too_long", "too_short"):
         what = f"{len(value)} value{'s' * (len(value) != 1)}" if value else "empty"
     elif kind.startswith(("greater_", "less_")):
@@ -220,9 +220,7 @@ def _dims(data: Data, value: Any) -> dict[str, int]:
 
 
 def _is_role(section: type[BaseModel], name: str | int) -> bool:
-    from meshcomm.config.parallel import PARTS, ParallelConfig
-
-    return issubclass(section, ParallelConfig) and name in PARTS
+    return getattr(section, "place", "") == "parallel" and name in section.model_fields and name != "options"
 
 
 def _mesh_dims(data: Data) -> Mapping[str, Any]:
@@ -231,18 +229,16 @@ def _mesh_dims(data: Data) -> Mapping[str, Any]:
     return dims if isinstance(dims, Mapping) else {}
 
 
-def _role_of_size(path: Path, size: int, data: Data) -> str:
+def _role_of_size(section: type[BaseModel], path: Path, size: int, data: Data) -> str:
     """Return the settings that give a role to a dim of this size: an existing dim without a role, or a new one."""
-    from meshcomm.config.parallel import USUAL_NAMES
-
     role, dims, roles = str(path[-1]), _mesh_dims(data), data.get("parallel")
     if role == "expert":
         return "name a dim of one of mesh.views"
     used = roles.values() if isinstance(roles, Mapping) else ()
     free = [dim for dim in dims if dim not in used]
-    usual = [name for name, part in USUAL_NAMES.items() if part == role]
-    dim = next((dim for dim in free if dim in usual), None)
-    dim = dim or next((dim for dim in free if dims[dim] == size), usual[1])
+    usual = _other_names(_descriptions(section)[role])
+    dim = next((dim for dim in free if dim in (role, *usual)), None)
+    dim = dim or next((dim for dim in free if dims[dim] == size), min(usual, key=len))
     sized = f" and mesh.dims.{dim} = {max(1, size)}" if dims.get(dim) not in (size, -1) else ""
     return f"{key_path(path)} = {toml(dim)}{sized}"
 
@@ -301,7 +297,7 @@ def _way_to(target: Path, section: type[BaseModel], value: Any, data: Data, path
             else f"remove {key_path(path)}: {new} is set"
         )
     if _is_role(section, name) and (type(value) is int or (not is_beside and value not in _mesh_dims(data))):
-        return _role_of_size(target, value, data) if is_beside and value is not None else None
+        return _role_of_size(section, target, value, data) if is_beside and value is not None else None
     if not errors:
         return f'did you mean "{new}"?' if is_beside else f"move it to {new}"
     if any(len(_located({name: value}, error)[0]) > 1 for error in errors):
@@ -323,10 +319,13 @@ def _errors(section: type[BaseModel], name: str, value: Any) -> list[Any]:
 def _described(word: str, section: type[BaseModel]) -> str | None:
     """Return the setting whose description has the word as another name, in parentheses: shard for fsdp, of "(FSDP, ZeRO)"."""
     for name, text in _descriptions(section).items():
-        names = ", ".join(re.findall(r"\((\w+(?:, \w+)*)\)", text))
-        if word.lower() in names.lower().split(", "):
+        if word.lower() in _other_names(text):
             return name
     return None
+
+
+def _other_names(description: str) -> list[str]:
+    return ", ".join(re.findall(r"\((\w+(?:, \w+)*)\)", description)).lower().split(", ")
 
 
 def _descriptions(section: Any) -> Mapping[str, str]:
@@ -347,8 +346,9 @@ def _meant(section: type[BaseModel], setting: Path, error: PydanticError) -> Ite
                 yield TypeAdapter(bool).validate_python(value)
     elif kind in ("greater_than_equal", "less_than_equal"):
         yield error["ctx"].get("ge", error["ctx"].get("le"))
-    elif kind in _TABLES and value is True:
-        yield from _taken(section, setting, {}, strict=False)
+    elif kind == "model_type" and value is True:
+        # `section` is the setting's own.
+        yield None if any(field.is_required() for field in section.model_fields.values()) else {}
     elif kind in _CONVERTED:
         in_a_list = kind == "tuple_type"
         word = value.lower() if isinstance(value, str) else value
@@ -381,4 +381,4 @@ def _taken(section: type[BaseModel], setting: Path, value: Any, strict: bool) ->
         taken = getattr(section.model_validate({**needed, **value}, strict=strict), str(name))
         for part in inside:
             taken = taken[part if isinstance(part, str) else 0]
-        yield taken.model_dump(exclude_unset=True) if isinstance(taken, BaseModel) else taken
+        yield taken

@@ -8,6 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -396,6 +397,117 @@ def still_wrong(data: dict[str, Any], worlds: Sequence[int | None] = (None,)) ->
 @pytest.mark.parametrize("case", [*CASES, *TABLE], ids=lambda case: case.name)
 def test_the_report_on_a_bad_config(case: Case | Bad) -> None:
     check(case)
+
+
+# -- what was probably meant ------------------------------------------------------------------------
+
+_NO_STEPS = ["train.steps="]
+# Changes, and the only suggestion of the report; None if there is none, because nothing says what was meant.
+# fmt: off
+MEANT: list[tuple[list[str], str | None]] = [
+    # Settings: names that are close in letters are proposed only for a typo, and other tools' names for our meaning.
+    (["train.epochs=3"], "set train.steps: epochs * samples / train.global_batch_size"),
+    ([*_NO_STEPS, "train.stpes=3"], 'did you mean "train.steps"?'),
+    ([*_NO_STEPS, "train.Steps=3"], 'did you mean "train.steps"?'),
+    ([*_NO_STEPS, "train.maxSteps=3"], 'did you mean "train.steps"?'),
+    ([*_NO_STEPS, "train.stpes='3'"], "train.steps = 3"),
+    ([*_NO_STEPS, "train.stpes=few"], 'did you mean "train.steps"? It takes an integer'),
+    (["train.max_steps=3"], "remove train.max_steps: train.steps is set"),
+    (["train.eval_steps=3"], 'did you mean "train.eval_every"?'),
+    (["train.max_delta=0.1"], "remove train.max_delta"),
+    (["train.learning_rate=0.1"], 'did you mean "train.lr"?'),
+    (["train.learning_rate='1e-3'"], "train.lr = 0.001"),
+    (["model.learning_rate=0.1"], "move it to train.lr"),
+    (["train.grad_clip=1"], 'did you mean "train.clip_norm"?'),
+    (["train.batch_size=4"], "set train.global_batch_size (samples of all ranks), or train.micro_batch_size (of one rank's pass)"),
+    (["train.min_lr=1e-5"], "set train.min_lr_ratio: the final learning rate, divided by train.lr"),
+    (["train.bf16=true"], 'train.compute_dtype = "bfloat16"'),
+    (["train.precision='bf16-mixed'"], 'train.compute_dtype = "bfloat16"'),
+    (["data.path='x.txt'"], 'data.files = ["x.txt"]'),
+    (["model.init='normal'"], "remove model.init"),
+    (["topology.node={ latency_us = 2, bandwidth_gbytes_s = 1 }"], "move it to topology.links.node"),
+    (["train.groups.w.lr_mult=0.1"], 'did you mean "train.groups.w.lr"?'),
+    # Choices: letters say nothing about a dtype or an optimizer.
+    (["train.compute_dtype='fp16'"], 'train.compute_dtype = "float16"'),
+    (["train.compute_dtype='torch.bfloat16'"], 'train.compute_dtype = "bfloat16"'),
+    (["train.compute_dtype='float32'"], None),
+    (["train.compute_dtype='none'"], "remove train.compute_dtype"),
+    (["train.dtype='bfloat16'"], None),
+    (["data.token_type='int16'"], None),
+    (["train.optimizer='AdamW'"], 'train.optimizer = "adamw"'),
+    (["train.optimizer='lion'"], None),
+    (["train.log_to=['tensorbord']"], 'train.log_to[0] = "tensorboard"'),
+    (["train.log_to=['mlflow']"], None),
+    (["parallel.options.schedule='1F1B'"], 'parallel.options.schedule = "1f1b"'),
+    # Values: a switch is no number, and a share no number of steps.
+    (["mesh.validate_calls=true"], 'mesh.validate_calls = "always"'),
+    (["mesh.validate_calls=false"], "mesh.validate_calls = 0"),
+    (["train.steps=true"], None),
+    (["train.warmup_steps=0.1"], None),
+    (["train.peak_flops='312T'"], None),
+    (["train.resume='latest'"], "train.resume = true"),
+    (["train.clip_norm=false"], "remove train.clip_norm"),
+    (["model.build='a:b'", "model.lora=true"], "model.lora = {}"),
+    (["train.out=['runs/x']"], 'train.out = "runs/x"'),
+    # Dims and roles.
+    (["parallel.data='dpp'"], 'parallel.data = "dp"'),
+    (["parallel.data='copies'"], 'parallel.data = "dp"'),
+    (["parallel.tensor=2"], 'parallel.tensor = "tp"'),
+    (["parallel.tensor=4"], 'parallel.tensor = "tp" and mesh.dims.tp = 4'),
+    (["parallel.tensor=", "parallel.tp_size=2"], 'parallel.tensor = "tp"'),
+    (["mesh.dims="], "mesh.dims = { dp = 2, tp = 2, pp = 2 }"),
+    (["mesh="], "mesh = { dims = { dp = 2, tp = 2, pp = 2 } }"),
+    (["mesh.dims='pp=2,dp=4,tp=1'"], "mesh.dims = { pp = 2, dp = 4, tp = 1 }"),
+    (["mesh.merge.d='tp'"], 'name two or more dims, as in mesh.merge.d = ["dp", "tp"]'),
+    (["mesh.merge.d='dp,tp'"], 'mesh.merge.d = ["dp", "tp"]'),
+    (["elastic.min.q=2"], "elastic.min = { dp = 2 }"),
+    (["elastic.min=1"], "elastic.min = { dp = 1 }"),
+    (["mesh.device='no'"], 'mesh.device = "auto"'),
+    (["mesh.device='cudda'"], 'mesh.device = "cuda"'),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("changes", "way"), MEANT, ids=lambda value: " ".join(value or ()) if isinstance(value, list) else ""
+)
+def test_a_suggestion_is_what_was_meant_or_there_is_none(changes: list[str], way: str | None) -> None:
+    report = report_of(made(TRAIN, changes))
+    assert [each for _, tries in suggestions(report) for each in tries] == ([way] if way else []), report
+    key, _, value = changes[-1].partition("=")
+    if way is None or way.startswith(("set ", "name ")) or " It takes " in way:
+        return
+    data = made(TRAIN, changes)
+    named = re.match(r'(?:did you mean "|move it to )([\w.]+)', way)
+    if named or key not in way.split(" and ")[0].split(" = ")[0]:
+        assert apply(data, [f"{key}="]) == []
+    ours = [f"{named[1]}={value}"] if named else [each.replace(" = ", "=", 1) for each in way.split(" and ")]
+    if not way.startswith("remove "):
+        # A place in a list is no path.
+        assert apply(data, [re.sub(r"\[0\]=(.*)", r"=[\1]", each) for each in ours]) == []
+    elif key in way.partition(":")[0]:
+        with suppress(KeyError):
+            apply(data, [f"{key}="])
+    left = still_wrong(data)
+    # What is right in itself may need another setting, which the next report names.
+    assert f"{key}: " not in left and not re.search("unknown key|not one of|missing|is not a", left), left
+
+
+def test_sizes_of_batches_that_are_suggested_fit_the_pipeline() -> None:
+    for changes in (
+        ["train.micro_batch_size=32"],
+        ["train.global_batch_size=6"],
+        ["train.global_batch_size=33", "mesh.dims.pp=4", "model.num_layers=8"],
+        [
+            "train.micro_batch_size=5",
+            "parallel.options={ schedule = 'interleaved_1f1b', stages_per_rank = 2 }",
+        ],
+    ):
+        tried = ways_out(report_of(made(TRAIN, changes)))
+        assert tried
+        for _, settings in tried:
+            data = made(TRAIN, [*changes, *(each.replace(" = ", "=", 1) for each in settings)])
+            assert still_wrong(data) == "", settings
 
 
 # -- files ------------------------------------------------------------------------------------------
