@@ -262,18 +262,20 @@ def _unknown_key(model: type[BaseModel], path: Path, value: Any, data: Data) -> 
     elif way is None and value is True and word.lower() in SWITCHES:
         way = SWITCHES[word.lower()]
     if way is None:
-        ways = [
-            found
+        elsewhere = {
+            (*home_path, name): found
             for home_path, inner in _sections(model)
-            for name in {word, other if key_path(home_path) == home else word}
+            for name in (word, other if key_path(home_path) == home else word)
             if inner is not section
             and name in inner.model_fields
             and (found := _way_to((*home_path, name), inner, value, data, path)) is not None
-        ]
-        within = [found for found in ways if above and f"{key_path(above)}." in found]
-        way = next(iter(within or ways), None) if len(within or ways) == 1 else None
-        if way is not None:
-            near = None
+        }
+        within = {target: found for target, found in elsewhere.items() if above and target[0] == above[0]}
+        elsewhere = within or elsewhere
+        if elsewhere:
+            way, near = next(iter(elsewhere.values())), None
+        if len(elsewhere) > 1:
+            way = f"move it to {' or '.join(map(key_path, elsewhere))}"
     if way is None and near is not None:
         errors = _errors(section, near, value)
         way = f'did you mean "{key_path([*above, near])}"? It takes {", or ".join(map(_expected, errors))}'
