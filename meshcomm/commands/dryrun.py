@@ -179,6 +179,9 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[PagePart]:
         )
     if facts["unseen"]:
         yield Line(f"not compared: {count(facts['unseen'], 'call')} on groups outside the mesh")
+    if unread := facts.get("unread"):
+        files = ", ".join(f"{count(number, 'file')} of {key}" for key, number in unread.items())
+        yield Line(f"content not read: {files}")
     for text in facts["unlike"][:_SHOWN]:
         yield Line(f"calls differ: {text}")
 

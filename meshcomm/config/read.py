@@ -17,7 +17,7 @@ from meshcomm.config.parse import PARSERS
 from meshcomm.config.problems import Problem, report
 from meshcomm.config.root import Config
 from meshcomm.config.section import check
-from meshcomm.config.train import BYTES
+from meshcomm.config.train import BYTES, GroupConfig
 from meshcomm.config.write import key_path, plain, toml
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Plan
@@ -228,6 +228,11 @@ def _apply(data: dict[str, Any], text: str) -> Problem | None:
         bare = re.fullmatch(r"[\w.-]+", key)
         expected = "a path of keys, =, and a TOML value, as in mesh.dims.tp=4"
         ways = [f"--set {key}=..." if bare else "--set mesh.dims.tp=4"]
+        name, equals, value = key.partition("=")
+        if equals and (quoted := _quoted_path(name.strip())) is not None:
+            ways = [f"--set '{quoted}={value}'"]
+        elif equals and "[" in name:
+            ways = [f"--set '{name.partition('[')[0]}=[...]', with the whole list"]
         return Problem(shown(text), "not KEY=VALUE", expected, ways, text or "nothing")
     path = [part.strip('"') for part in re.findall(_PART, match.group(1))]
     written = match.group(2).strip()
@@ -245,9 +250,48 @@ def _apply(data: dict[str, Any], text: str) -> Problem | None:
     line = written.replace("\n", "\\n")
     expected = 'a number, true, false, "text" in quotes, [ ... ] or { key = value }'
     way = "close every quote and bracket, and write key = value"
-    if written[0] not in "[{\"'":
+    if (quoted := _quoted(written)) is not None:
+        way = f"--set '{key_path(path)}={quoted}'"
+    elif written[0] not in "[{\"'":
         way = f"--set '{key_path(path)}={json.dumps(written, ensure_ascii=False)}'"
     return Problem(shown(text), f"{line} is not a TOML value", expected, [way], line)
+
+
+def _quoted(written: str) -> str | None:
+    """Return a list or a table with quotes around its bare words and = after its keys, as TOML wants them; None if it is neither.
+
+    >>> _quoted("[a, b.txt]"), _quoted("{ dp: 8, out: runs/x }"), _quoted("[a")
+    ('["a", "b.txt"]', '{ dp = 8, out = "runs/x" }', None)
+    """
+    if written[0] not in "[{":
+        return None
+    written = re.sub(r"([{,]\s*[\w-]+)\s*:(?!:)", r"\1 =", written)
+    words = re.compile(rf"\"[^\"]*\"|'[^']*'|[\w-]+\s*=|{_WORD}")
+    text = words.sub(lambda word: word[0] if _is_toml(word[0]) else json.dumps(word[0]), written)
+    return text if _is_toml(text) else None
+
+
+def _is_toml(value: str) -> bool:
+    if value.endswith("="):
+        return True
+    try:
+        return list(tomllib.loads(f"value = {value}")) == ["value"]
+    except (ValueError, RecursionError):
+        return False
+
+
+def _quoted_path(name: str) -> str | None:
+    """Return the path of a setting of train.groups with quotes around the pattern, which may have dots; None for another path.
+
+    >>> _quoted_path("train.groups.model.embed*.lr"), _quoted_path("train.lr")
+    ('train.groups."model.embed*".lr', None)
+    """
+    pattern = name.removeprefix("train.groups.")
+    if pattern == name or '"' in name or "'" in name:
+        return None
+    before, _, last = pattern.rpartition(".")
+    inner = before and last in GroupConfig.model_fields
+    return key_path(["train", "groups", *([before, last] if inner else [pattern])])
 
 
 def _set(data: dict[str, Any], path: list[str], value: Any, text: str) -> Problem | None:

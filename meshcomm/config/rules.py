@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -20,7 +21,7 @@ from meshcomm.config.section import Rule, Table
 from meshcomm.config.train import DataConfig, TrainConfig
 from meshcomm.config.write import toml, whole_toml
 from meshcomm.layout.names import nearest_name
-from meshcomm.layout.sizes import divisors
+from meshcomm.layout.sizes import divisors, is_name
 
 if TYPE_CHECKING:
     from meshcomm.config.root import Config
@@ -206,25 +207,30 @@ def _elastic(resolved: Resolved) -> Iterator[Problem]:
     if not elastic.min:
         return
     given = f"elastic.{elastic.written('min')}, {mesh.written('dims')}"
+    copies = (
+        []
+        if parallel is None
+        else [name for part, name in parallel.parts.items() if part in ("data", "shard")]
+    )
     for dim, least in elastic.min.items():
         size = mesh.dims.get(dim)
+        fitting = [name for name in copies if mesh.dims.get(name, 0) >= least or mesh.dims.get(name) == -1]
+        ways = [f"elastic.min = {{ {name} = {least} }}" for name in fitting]
+        ways = (
+            ways
+            or [f"elastic.min = {{ {name} = 1 }}" for name in copies if name in mesh.dims]
+            or ["remove elastic.min"]
+        )
         parts = [] if parallel is None else [part for part, name in parallel.parts.items() if name == dim]
         if size is None:
-            yield Problem(
-                f"elastic.min.{dim}", "not a dim of the mesh", f"one of {', '.join(mesh.dims)}", [], given
-            )
+            expected = f"one of {', '.join(copies or mesh.dims)}"
+            yield Problem(f"elastic.min.{dim}", "not a dim of the mesh", expected, ways, given)
         elif least > size != -1:
             ways = [f"elastic.min.{dim} = {size - 1}"] * (size > 1)
             what = f"more than the mesh has along {dim}: {least} > {size}"
             yield Problem(f"elastic.min.{dim}", what, f"at most {size}", ways, given)
         elif parts and not {"data", "shard"} & {*parts}:
             what = f"the model needs every rank along {dim}, which has the role {parts[0]}"
-            copies = (
-                [name for part, name in parallel.parts.items() if part in ("data", "shard")]
-                if parallel
-                else []
-            )
-            ways = [f"elastic.min = {{{name} = 1}}" for name in copies]
             yield Problem(f"elastic.min.{dim}", what, "a dim with the role data or shard", ways, given)
     for key in ("ranks", "rank_order"):
         if getattr(mesh, key) is not None:
@@ -307,9 +313,13 @@ def _parts(resolved: Resolved) -> Iterator[Problem]:
     Along a dim without a role, all ranks would do the same work.
     """
     mesh, parallel = resolved.config.mesh, resolved.parallel
+    if not mesh.dims or not all(map(is_name, mesh.dims)):
+        return  # [mesh] reports this
     # The expert dim is in a view.
     used = {part: dim for part, dim in parallel.parts.items() if part != "expert"}
-    unknown = [_unknown_dim(mesh, part, dim) for part, dim in used.items() if dim not in mesh.dims]
+    unknown = [
+        _unknown_dim(mesh, part, dim, used.values()) for part, dim in used.items() if dim not in mesh.dims
+    ]
     yield from unknown
     if unknown or resolved.config.train is None:
         return
@@ -324,17 +334,23 @@ def _parts(resolved: Resolved) -> Iterator[Problem]:
             yield Problem(f"mesh.dims.{dim}", what, f"size 1, or a role for {dim}", ways, given)
 
 
-def _unknown_dim(mesh: MeshConfig, part: ParallelRole, dim: str) -> Problem:
-    near = nearest_name(dim, mesh.dims)
+def _unknown_dim(mesh: MeshConfig, part: ParallelRole, dim: str, used: Collection[str]) -> Problem:
+    # Of the dims without a role, one that is close in letters, or else each that is larger than 1.
+    free = [name for name in mesh.dims if name not in used]
+    near = nearest_name(dim, free)
+    left = [name for name in free if mesh.dims[name] != 1]
     of_view = any(dim in sizes for sizes in mesh.views.values())
     kind = "a merged dim" if dim in mesh.merge else "a view's dim" if of_view else ""
-    ways = [f'parallel.{part} = "{near}"'] if near is not None else []
-    if not kind:
-        ways.append(f"mesh.dims = {whole_toml({dim: 1, **mesh.dims})}")
+    ways = [f'parallel.{part} = "{name}"' for name in (left if near is None else [near])]
+    if not kind and not left:
+        added = dict.fromkeys((name for name in used if name not in mesh.dims), 1)
+        ways.append(f"mesh.dims = {whole_toml({**added, **mesh.dims})}")
     what = f"{dim} is {kind}" if kind else f"no dim {dim}"
     expected = "one of mesh.dims: " + ", ".join(mesh.dims)
     given = f"{part} = {toml(dim)}, mesh.dims = {toml(mesh.dims)}"
-    return Problem(f"parallel.{part}", what, expected, [*ways, f"remove parallel.{part}"], given)
+    return Problem(
+        f"parallel.{part}", what, expected, ways if left else [*ways, f"remove parallel.{part}"], given
+    )
 
 
 def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
@@ -397,9 +413,16 @@ def _expert_view(resolved: Resolved) -> Iterator[Problem]:
 def _global_batch(resolved: Resolved) -> Iterator[Problem]:
     train, ranks = resolved.train, resolved.size("data") * resolved.size("shard")
     batch, micro = train.global_batch_size, train.micro_batch_size
-    batches = multiples(batch, ranks * micro)
+    # A pipeline's schedule also needs a suitable number of micro-batches.
+    parallel = resolved.parallel
+    stages = resolved.sizes.get(parallel.pipeline or "", 1)
+    suits = partial(runs, parallel.options.schedule, ranks=stages)
+    number = batch // (ranks * micro)
+    full = number // stages * stages
+    numbers = {n for n in (number, number + 1, full, full + stages, stages) if n and suits(n)}
+    batches = nearest(batch, (n * ranks * micro for n in numbers))
     if batch % ranks:
-        parts: list[ParallelRole] = [part for part in resolved.parallel.parts if part in ("data", "shard")]
+        parts: list[ParallelRole] = [part for part in parallel.parts if part in ("data", "shard")]
         names = [resolved.dim(part) for part in parts]
         what = f"not divisible by {'*'.join(names)}: {remainder(batch, ranks)}"
         expected = f"the same number of samples for each of the {ranks} ranks along {' and '.join(names)}"
@@ -408,7 +431,8 @@ def _global_batch(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("train.global_batch_size", what, expected, ways, given)
     elif (samples := batch // ranks) % micro:
         what = f"does not divide a rank's samples: {quotient(batch, ranks)}{remainder(samples, micro)}"
-        fitting = [f"train.micro_batch_size = {n}" for n in nearest(micro, divisors(samples))]
+        fits = (n for n in divisors(samples) if suits(samples // n))
+        fitting = [f"train.micro_batch_size = {n}" for n in nearest(micro, fits)]
         given = resolved.written("train.global_batch_size train.micro_batch_size data shard")
         ways = [*fitting, f"train.global_batch_size = {batches[0]}"]
         yield Problem("train.micro_batch_size", what, f"a divisor of {samples}", ways, given)

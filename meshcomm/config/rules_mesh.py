@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from meshcomm.config.problems import Problem, refused
+from meshcomm.config.spelling import misspelt
 from meshcomm.config.write import key_path, toml
 from meshcomm.errors import LayoutError
 from meshcomm.layout import Layout
@@ -45,7 +46,8 @@ def world_fits(mesh: MeshConfig, world: int | None, number: int | None) -> Itera
 def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Problem]:
     """Yield the problems in `dims` (what: "the mesh") or in one view."""
     if not sizes:
-        way = f"mesh.{key} = {{ dp = 1 }}" if key == "dims" else f"remove mesh.{key}"
+        # The roles of [parallel] may need other dims.
+        way = "a dim for each role, as in mesh.dims = { dp = 8 }" if key == "dims" else f"remove mesh.{key}"
         yield Problem(key, "no dim", "at least one dim", [way], f"{key} = {{}}")
     named = all(map(is_name, sizes))
     for name, size in sizes.items():
@@ -181,6 +183,18 @@ DEFAULTS: Final = {"cpu": "gloo", "cuda": "nccl"}
 _NAME: Final = re.compile("[a-z][a-z0-9_-]*")
 _PAIRS: Final = re.compile("[a-z][a-z0-9_-]*:[a-z][a-z0-9_-]*(,[a-z][a-z0-9_-]*:[a-z][a-z0-9_-]*)*")
 _DEVICE: Final = re.compile("[a-z][a-z0-9_]*")
+# torch's device types, and what others call them. A script may add a type with any other name.
+_DEVICES: Final = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "npu", "meta")
+_ALSO: Final = {
+    "gpu": "cuda",
+    "gpus": "cuda",
+    "nvidia": "cuda",
+    "hip": "cuda",
+    "rocm": "cuda",
+    "tpu": "xla",
+    "any": "auto",
+}
+_NO_DEVICES: Final = ("no", "yes", "on", "off", "true", "false", "none", "null")
 
 
 def backends(text: str) -> dict[str, str] | None:
@@ -217,10 +231,12 @@ def _devices(mesh: MeshConfig) -> Iterator[Problem]:
     plain = _DEVICE.match(mesh.device.lower())
     kind = plain.group() if plain else "auto"
     # torch does not know these names. Without this check, the error would appear only when a rank starts.
-    if kind == "gpu" or kind != mesh.device:
+    meant = _ALSO.get(kind) or (None if kind in _DEVICES else misspelt(kind, ("auto", *_DEVICES)))
+    meant = None if meant == kind else meant
+    if meant or kind in _NO_DEVICES or kind != mesh.device:
         what = f"{toml(mesh.device)} is not a device type"
         expected = "auto, cpu, cuda, or another of torch's device types, without an index"
-        way = f'mesh.device = "{"cuda" if kind == "gpu" else kind}"'
+        way = f'mesh.device = "{"auto" if kind in _NO_DEVICES else meant or kind}"'
         yield Problem("device", what, expected, [way], f"device = {toml(mesh.device)}")
     else:
         yield from _backends(mesh)

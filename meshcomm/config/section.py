@@ -20,8 +20,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from meshcomm.config.problems import Problem, report, wrong_types
+from meshcomm.config.problems import Problem, report
 from meshcomm.config.write import toml
+from meshcomm.config.wrong_types import wrong_types
 from meshcomm.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from meshcomm.predict.links import ASSUMED_TFLOPS, Machine, discovered, machine
 from meshcomm.predict.links import span as links_of
 from meshcomm.predict.lint import footprint
 from meshcomm.predict.times import OPERATIONS, Operation, fastest
+from meshcomm.train.data.load import named_files
 
 if TYPE_CHECKING:
     from meshcomm.dryrun.compare import Members
@@ -33,16 +34,18 @@ _LIKE: Final[dict[str, Operation]] = {"gather": "reduce", "scatter": "broadcast"
 def dry_training(settings: Config, world: int, ranks: Sequence[int] = (), sample: int = 8) -> Facts:
     """Dry-run the training as ranks that represent all of `world`, and return the results as plain data.
 
-    ranks, sample: additional ranks to run, see `chosen`. Raises the same errors as `chosen` and `dry_world`.
+    ranks, sample: additional ranks to run, see `chosen`. Raises the same errors as `chosen` and `dry_world`; TrainingError for data
+        files that do not exist. Their content is not read.
     """
     began = time.perf_counter()
     settings = settings.resolved(world)
+    unread = {} if settings.data is None else named_files(settings.data)
     topology = discovered(settings.topology, os.environ)
     pipeline = None if settings.parallel is None else settings.parallel.pipeline
     program, layout = partial(pretended_step, settings), settings.plan(world).layout
     first = chosen(layout, pipeline, also=ranks, sample=sample)
     ran = dry_world(program, layout, pipeline, first, replayed=priced(topology))
-    return dry_facts(ran, settings, topology, time.perf_counter() - began)
+    return dry_facts(ran, settings, topology, time.perf_counter() - began) | {"unread": unread}
 
 
 def priced(topology: TopologyConfig) -> Callable[..., Replay]:

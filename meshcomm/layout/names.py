@@ -11,9 +11,14 @@ def nearest_name(word: str, known: Iterable[str]) -> str | None:
 
     >>> nearest_name("pt", ["pp", "dp", "tp"]), nearest_name("DP", ["pp", "dp"]), nearest_name("xp", ["pp", "dp"])
     ('tp', 'dp', None)
+    >>> nearest_name("dpp", ["pp", "dp"])
+    'dp'
     """
     names = list(known)
-    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.55)
+    near = difflib.get_close_matches(word, names, n=3, cutoff=0.55)
+    # Of equally close names, one that begins like the word comes first.
+    near.sort(key=lambda name: (-difflib.SequenceMatcher(None, name, word).ratio(), name[:1] != word[:1]))
+    matches = near[:1]
     if not matches and 2 <= len(word) <= 3:
         # Two-letter names that differ in one letter, in order or in case score below the cutoff.
         matches = [name for name in names if sorted(name.lower()) == sorted(word.lower())]

@@ -15,6 +15,7 @@ from meshcomm.config import load_config
 from meshcomm.dryrun.script import Script
 from meshcomm.errors import MeshcommError
 from meshcomm.show.page import as_text
+from meshcomm.train.data import load
 
 pytestmark = pytest.mark.long
 
@@ -198,6 +199,27 @@ def test_calls_memory_and_time_of_a_training(tmp_path: Path) -> None:
     facts["step"] |= {"assumed": ["tflops"], "device": "cpu"}
     shown = " ".join(as_text(dryrun.view(facts), 80).split())
     assert "(of an H100, not of mesh.device cpu, as topology.tflops is not set); links" in shown
+
+
+def test_data_files_must_exist_and_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text(CONFIG)
+    (tmp_path / "a.bin").write_bytes(b"")
+    sizes = (
+        "mesh.dims={ fs = 1 }",
+        "parallel={ shard = 'fs' }",
+        "model.num_layers=1",
+        "train.global_batch_size=1",
+    )
+    missing = load_config(tmp_path / "train.toml", [*sizes, "data.tokens=['b.bin']"])
+    with pytest.raises(MeshcommError) as caught:
+        dryrun.dry_run(missing, 1)
+    assert missing.data is not None
+    with pytest.raises(MeshcommError) as same:
+        load(missing.data)
+    assert str(caught.value) == str(same.value) and str(same.value).startswith("no training data matches")
+    facts = dryrun.dry_run(load_config(tmp_path / "train.toml", [*sizes, "data.tokens=['*.bin']"]), 1)
+    assert facts["unread"] == {"data.tokens": 1}
+    assert "\ncontent not read: 1 file of data.tokens\n" in as_text(dryrun.view(facts), 120)
 
 
 @pytest.mark.deep

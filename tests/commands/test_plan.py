@@ -28,7 +28,7 @@ from tests.show.shown import GPT, MESH, ROOT, run
         ([GPT, "--world-size", "0"], ["given:    a world of 0\n  expected: 1 to 16777216"]),
         (
             [MESH, "--set", "mesh.backend=[gloo", "--set", "mesh.dimz=1"],
-            [": 2 problems", "close every quote and bracket", 'did you mean "mesh.dims"?'],
+            [": 2 problems", "close every quote and bracket", "remove mesh.dimz: mesh.dims is set"],
         ),
         (["configs/mash.toml"], ["no such file", "try:      did you mean configs/mesh.toml?"]),
         ([MESH, "--ranks", "3"], ["No such option: --ranks", "--rank)"]),

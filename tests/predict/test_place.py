@@ -321,7 +321,7 @@ def test_what_cannot_be_placed(tmp_path: Path) -> None:
         (lambda: rank_placements(work, 8, topology_of(8, memory_gbytes=1e-5)), r"no mesh of 8 ranks holds this in 1e-05 GB"),
         (lambda: workload(load_config({"mesh": {"dims": {"dp": 2}}})), "does not describe training"),
         (lambda: workload(ordered), r"mesh.rank_order applies only to the configured mesh(.*\n)*.*--set mesh.rank_order="),
-        (lambda: place_config(config("3-D"), 8, where, ["dpp"]), r"no part .* a dim dpp\n(.*\n)*.*did you mean \"pp\"\?"),
+        (lambda: place_config(config("3-D"), 8, where, ["dpp"]), r"no part .* a dim dpp\n(.*\n)*.*did you mean \"dp\"\?"),
         (lambda: place_config(config("3-D"), 8, config("3-D").topology), "not known which ranks share a node"),
         (lambda: write_placement(config("3-D"), ranking, tmp_path / "o.yaml"), r"not a file type that --write writes\n(.*\n)*.*--write .*o.toml"),
         (lambda: write_placement(config("3-D"), ranking, tmp_path / "no" / "o.toml"), "cannot be written: no such file"),

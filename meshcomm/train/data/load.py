@@ -113,6 +113,16 @@ def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
     return sorted(paths)
 
 
+def named_files(config: DataConfig) -> dict[str, int]:
+    """Return the number of files of each setting that names some, for a program that does not read them. Raises as `matches`."""
+    settings = {f"data.{name}": getattr(config, name) for name in (config.source, "validation_files")}
+    return {
+        key: len(matches(entries, key))
+        for key, entries in settings.items()
+        if entries and key != "data.build"
+    }
+
+
 def _files(path: Path) -> list[Path]:
     """Return a file, or the files of a folder that `datasets` wrote; none for another folder."""
     if path.is_file():
