@@ -16,6 +16,7 @@ from torch import Tensor
 from meshcomm.comm.torch_private import (
     finished,
     forward_level,
+    fx_traces,
     is_fwd_grad_enabled,
     is_wrapped,
     jit_traces,
@@ -76,12 +77,12 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Where, plain: bool = 
             expected="the call outside the transform, or a call of mesh.functional",
             hint="mesh.functional.all_reduce, all_gather, reduce_scatter, all_to_all or shift",
         )
-    if jit_traces():
+    if tracer := "torch.jit.trace" if jit_traces() else "make_fx" if plain and fx_traces() else None:
         raise UnsupportedOp(
-            f"{where()} cannot be recorded by torch.jit.trace",
-            given=f"a {type(x).__name__}, in a function that torch.jit.trace runs",
-            expected="torch.compile or torch.export, whose graphs keep calls; a trace would drop this call in silence",
-            hint="torch.compile(function), with mesh.functional",
+            f"{where()} cannot be recorded by {tracer}",
+            given=f"a {type(x).__name__}, in a function that {tracer} runs",
+            expected="a graph that keeps calls: torch.compile, or mesh.functional in make_fx; this one would lose the call",
+            hint="mesh.functional in torch.compile, torch.export or make_fx",
         )
     if type(x) is Tensor and x.layout is torch.strided and x.device.type in kinds and not _packed(x):
         return

@@ -54,8 +54,8 @@ class Handle(Generic[T]):
     _error: Exception | None = None
     # Whether a limited wait has ended before the call.
     _cut = False
-    # Whether the program has asked if the call has completed.
-    _polled = False
+    # When the program first asked if the call has completed, or when `is_completed` last looked for lost ranks.
+    _polled = 0.0
 
     def __init__(
         self,
@@ -212,11 +212,24 @@ class Handle(Generic[T]):
         works = self._works
         if works is None:
             return True
-        self._polled = True
-        return all(
+        if all(
             work.is_completed() if isinstance(work, Handle) else self._by.has_completed(work)
             for work in works
-        )
+        ):
+            return True
+        now, timeout_s = clock(), self._by.transport.timeout_s
+        self._polled = self._polled or now
+        if not timeout_s or now - self._polled < timeout_s:
+            return False
+        # A backend does not end a receive from any source if no rank is left that could send.
+        self._polled = now
+        try:
+            self.wait(0.001)
+        except CollectiveTimeout as error:
+            return error is self._error
+        except Exception:
+            return True
+        return True
 
     def is_success(self) -> bool:
         """Return whether the call has completed without an error."""
@@ -263,7 +276,11 @@ class Handle(Generic[T]):
     def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
         # Missing if __init__ did not finish. At the end of Python, other modules are gone.
         works = getattr(self, "_works", None)
-        if works and not (is_over() or self._cut or self._by.transport.tells_unwaited):
+        if not works or is_over():
+            return
+        begun = [work for work in works if not isinstance(work, Handle)]
+        self._by.transport.dropped(begun, (self._held, self._result))
+        if not (self._cut or self._by.transport.tells_unwaited):
             warnings.warn(
                 f"{self._by.where(self._call)}: the handle made at {self._line} was dropped without a wait()",
                 UnwaitedHandle,

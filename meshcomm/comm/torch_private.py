@@ -18,14 +18,27 @@ from meshcomm.transport.torch_private import profiling
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Whether torch.jit.trace is running the program.
 jit_traces: Callable[[], bool] = torch._C._is_tracing
+_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
+_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY
 _forward_mode: Any = forward_ad
 # The current level of forward-mode AD; below 0 if no level is open.
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 
 
 def unobserved() -> bool:
-    """Return whether no forward-mode AD, torch.func transform, torch.jit.trace or profiler is active."""
-    return _forward_mode._current_level < 0 and not transforming() and not jit_traces() and not profiling()
+    """Return whether no forward-mode AD, torch.func transform, tracer or profiler is active."""
+    return (
+        _forward_mode._current_level < 0
+        and not transforming()
+        and not jit_traces()
+        and _mode(_PROXY) is None
+        and not profiling()
+    )
+
+
+def fx_traces() -> bool:
+    """Return whether make_fx records the program's operators. A backend's calls are none that it can record whole."""
+    return _mode(_PROXY) is not None
 
 
 # Switches forward-mode AD on or off inside a block.

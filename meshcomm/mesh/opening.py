@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +130,8 @@ def init(
         config, existing = None, partial(of_device_meshes, meshes, keys)
     else:
         existing = None
-    return _opened(config, keys, overrides, existing, store=store, rank=rank, world_size=world_size)
+    with _IN_TURN if WORLD.get() is None else nullcontext():
+        return _opened(config, keys, overrides, existing, store=store, rank=rank, world_size=world_size)
 
 
 def from_groups(
@@ -166,7 +168,8 @@ def from_groups(
         validate_calls=validate_calls,
         warm_up=warm_up,
     )
-    return _opened(None, keys, existing=partial(of_groups, groups, keys))
+    with _IN_TURN if WORLD.get() is None else nullcontext():
+        return _opened(None, keys, existing=partial(of_groups, groups, keys))
 
 
 class _Job(NamedTuple):
@@ -184,6 +187,10 @@ class _Job(NamedTuple):
     world: World | None
     met: Meeting
     generations: Generations | None
+
+
+# Threads open meshes in turn, because opening sets environment variables and creates torch's default group.
+_IN_TURN = threading.RLock()
 
 
 def _opened(

@@ -100,6 +100,10 @@ class Transport(ABC):
         """Return whether `work` has completed. After this, wait for it by `wait_within`."""
         return work.is_completed()
 
+    def dropped(self, works: Sequence[Work], memory: object) -> None:
+        """Take the Works of a call that the program has dropped before its end, and what holds the call's memory."""
+        return
+
     def wait_within(self, work: Work, timeout_s: float, last: bool) -> None:
         """Wait for `work` up to a time limit. Raises TimeoutError if it is still under way then, and may be waited for again.
 

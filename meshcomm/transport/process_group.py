@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -16,7 +17,7 @@ from meshcomm.collectives import Call, Collective
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_changes import has_completed, wait_at_most
+from meshcomm.transport.torch_changes import has_completed, is_receive, wait_at_most
 from meshcomm.transport.torch_private import abort, bindings, give_back, source_rank, timeout_of
 
 # The most memory that a group keeps for messages that have ended.
@@ -60,6 +61,8 @@ class ProcessGroupTransport(Transport):
         # The previous messages, if they are small. Gloo's thread has often not left a message when its wait returns. Releasing
         # the message then calls sched_yield until the thread has left, which costs a time slice if ranks share cores.
         self._kept: Sequence[Work] = ()
+        # Receives that the program has dropped. Gloo cancels a receive whose Work is released, and later calls of the group then fail.
+        self._dropped: deque[tuple[Work, object]] = deque(maxlen=256)
         # Blocks until these coords, or all coords if none are given, are about to make their first call to each other.
         self.meet: Callable[[tuple[int, ...]], None] | None = None
         self._met: set[tuple[int, ...]] = set()
@@ -136,6 +139,10 @@ class ProcessGroupTransport(Transport):
     def has_completed(self, work: Work) -> bool:
         return work.is_completed() if self.ordered else has_completed(work)
 
+    def dropped(self, works: Sequence[Work], memory: object) -> None:
+        if not self.ordered:
+            self._dropped.extend((work, memory) for work in works if is_receive(work))
+
     def wait_within(self, work: Work, timeout_s: float, last: bool) -> None:
         if not self.ordered:
             wait_at_most(work, timedelta(seconds=timeout_s), last)
@@ -163,6 +170,7 @@ class ProcessGroupTransport(Transport):
             give_back(self.group)
         self._methods.clear()
         self._kept = ()
+        self._dropped.clear()
         del self.group
 
 

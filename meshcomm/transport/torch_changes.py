@@ -204,6 +204,9 @@ _OVER: Final = "Operation timed out"
 _IN_SLICES: frozenset[int] = frozenset({*range(9), 10, 11, 15})
 
 
+_RECEIVES: frozenset[int] = frozenset({13, 14})
+
+
 class _OwnWaits(threading.local):
     """given_up: whether this thread's waits for Works should end with a RuntimeError; see `interruptible_waits`."""
 
@@ -267,6 +270,11 @@ def wait_at_most(work: Any, timeout: timedelta, last: bool) -> None:
                 f"not complete after {timeout.total_seconds():g} s; it stays under way"
             ) from None
         _WAIT.torchs(work, timedelta(milliseconds=1))
+
+
+def is_receive(work: Any) -> bool:
+    """Return whether a Work is a receive, also from any source."""
+    return work._get_op_type() in _RECEIVES
 
 
 @outside_graphs

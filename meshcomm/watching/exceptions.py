@@ -90,7 +90,9 @@ def about_dtensors(error: BaseException) -> MeshcommError | None:
     for part, (what, hint) in _TAKE_NONE.items():
         if any(part in file for file in files):
             given = f"{text}\nat {place_of(error)}"
-            return TrainingError(what, given=given, expected="parameters that this part of torch takes", hint=hint)
+            return TrainingError(
+                what, given=given, expected="parameters that this part of torch takes", hint=hint
+            )
     return None
 
 

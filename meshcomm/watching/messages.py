@@ -183,6 +183,10 @@ class MessageLog:
         if compares and check is not None:
             try:
                 compared = check.announce(batch.ends, parts, frame, batch.has_header)
+            except RuntimeError:  # of the store; the error is about this call
+                self.waiting = PendingMessage(self, name, batch.call, 0, parts, frame)
+                self.waiting.ended()
+                raise
             finally:
                 self._count_refused(check)
         nbytes = batch.nbytes

@@ -38,10 +38,14 @@ class Queued(NamedTuple):
 
 @dataclass(slots=True)
 class _Timed:
-    """The last check of a group. `since` is when `call` was first seen running, and `next` is when to check `queued` again."""
+    """The last check of a group. `since` is when `call` was first seen running, and `next` is when to check `queued` again.
+
+    wait: when the call's wait before this one ended. A program may wait again for a call after a wait with a time limit.
+    """
 
     call: Any
     since: float
+    wait: float = 0.0
     queued: Queued | None = None
     next: float = 0.0
 
@@ -63,8 +67,9 @@ class CallTimer:
         late = []
         for recorder in list(recorders):
             call, seen = _under_way(recorder), self._groups.setdefault(recorder, _Timed(None, now))
-            if call is None or call != seen.call:
-                seen.call, seen.since = call, now
+            wait = getattr(call, "over", 0.0)
+            if call is None or call != seen.call or wait != seen.wait:
+                seen.call, seen.since, seen.wait = call, now, wait
             # Do not ask the backend earlier, because the query may disturb CUDA graph capture.
             elif now - seen.since > min(most_s, recorder.timeout_s() + GRACE_S) and is_held(recorder, call):
                 late.append((recorder, call))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import meshcomm
 from meshcomm.errors import (
@@ -83,6 +84,8 @@ REFUSED: list[Refused] = [
     (lambda m: m.all_gather("dp", watched(4)), AutogradError, "lose the gradient of a tensor that needs gradients"),
     (lambda m: m.shift("dp", watched(4)), AutogradError, "lose the gradient of a tensor that needs gradients"),
     (lambda m: torch.jit.trace(lambda x: m.all_reduce("dp", x.clone()), (ones(),)), UnsupportedOp, "torch.jit.trace"),
+    (lambda m: make_fx(lambda x: m.all_reduce("dp", x.clone()))(ones()), UnsupportedOp, "by make_fx"),
+    (lambda m: make_fx(lambda x: m.shift("dp", x))(ones()), UnsupportedOp, "by make_fx"),
     (lambda m: torch.jit.trace(lambda x: m.functional.shift("dp", x), (ones(),)), UnsupportedOp, "torch.jit.trace"),
     (lambda m: m.all_reduce("dp", watched(4)), AutogradError, "change a tensor that needs gradients"),
     # Invalid values of `out`.

@@ -45,6 +45,7 @@ class By:
     """The owner of the handles in these tests."""
 
     recorder = SimpleNamespace(ordered=True)
+    transport = SimpleNamespace(timeout_s=0.0)
 
     def where(self, call: str) -> str:
         return call
@@ -257,6 +258,17 @@ def test_a_message_that_was_asked_for_names_who_did_not_send(mesh: Mesh) -> None
         assert received.wait().tolist() == [1.0] * 3
 
 
+@pytest.mark.mesh(dp=2, timeout_s=5, via="gloo")
+def test_a_receive_that_is_dropped_on_both_ends_breaks_no_later_call(mesh: Mesh) -> None:
+    other = 1 - mesh.coord("dp")
+    handle = mesh.irecv("dp", torch.empty(1000), src=other)
+    with pytest.warns(UnwaitedHandle):
+        del handle
+    time.sleep(0.2 * mesh.coord("dp"))
+    mesh.send("dp", torch.ones(1000), dst=other)
+    assert mesh.all_reduce("dp", torch.ones(1)).item() == 2
+
+
 def waits_after_close() -> str:
     with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=3) as mesh:
         mesh.all_reduce("dp", torch.ones(2))
@@ -277,3 +289,19 @@ def test_a_handle_that_is_alive_at_the_end_of_python_says_nothing() -> None:
         warnings.simplefilter("error")
         handle.__del__(lambda: True)
     handle._abandon()
+
+
+def test_a_program_that_only_asks_learns_of_lost_ranks() -> None:
+    """A backend does not end a receive from any source if no rank is left that could send."""
+
+    class Lost(By):
+        transport = SimpleNamespace(timeout_s=0.05, tells_unwaited=True)
+
+        def wait_within(self, work: Any, timeout_s: float, last: bool) -> None:
+            raise RuntimeError("no rank is left")
+
+    owner: Any = Lost()
+    handle = meshcomm.Handle([Slow()], owner, "a call")
+    assert not handle.is_completed()
+    time.sleep(0.1)
+    assert handle.is_completed() and isinstance(handle.exception(), ShapeError)

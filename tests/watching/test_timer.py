@@ -210,3 +210,19 @@ def test_a_queued_call_is_watched_again_after_a_capture() -> None:
     assert timer.stuck(watched, 10.0) == []
     assert timer.stuck(watched, 18.0) == []
     assert [each for each, _ in timer.stuck(watched, 19.0)] == [recorder]
+
+
+def test_each_wait_for_a_message_has_its_own_time() -> None:
+    """A program may wait again and again, each time for less than the group's timeout."""
+    timer, recorder = CallTimer(), FlightRecorder("dp", [0, 1])
+    recorder.timeout_s = lambda: 2.0
+    message = Mock(over=0.0)
+    recorder.messages.waiting = message
+    limit_s = 2.0 + GRACE_S
+    for wait in range(4):
+        assert timer.overdue([recorder], wait * limit_s) == []
+        assert timer.overdue([recorder], (wait + 0.9) * limit_s) == []
+        # This wait ends, and the next one begins before the timer looks again.
+        message.over = 1.0 + wait
+    assert timer.overdue([recorder], 4 * limit_s) == []
+    assert timer.overdue([recorder], 5.1 * limit_s) == [(recorder, message)]
