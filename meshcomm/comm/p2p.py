@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias, final
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -68,6 +69,8 @@ class Messages(Caller):
         self._device = transport.device if transport.device.type in kinds else torch.device(kinds[0])
         self._fast: dict[tuple[object, ...], tuple[torch.device, str]] = {}
         recorder.quick.append(self._fast)
+        # The receives from any source that are under way, by tag.
+        self._any: list[tuple[int, ref[Handle[Any]]]] = []
 
     @property
     def ordered(self) -> bool:
@@ -272,6 +275,8 @@ class Messages(Caller):
         recorder, transport = self.recorder, self.transport
         if transport.ordered or profiling():
             return self._start(Batch(end.direction, [end], async_op, None, result, source, carried=True))
+        if self._any and end.direction == "recv":
+            self._check_any_order([end], told)
         log = recorder.messages
         message = handle = None
         works: Sequence[Work] = ()
@@ -302,6 +307,8 @@ class Messages(Caller):
         alone = transport.ordered and len(batch.ends) == 1
         if alone:
             self._check_order(batch, log)
+        if self._any:
+            self._check_any_order(batch.ends, batch.told)
         try:
             # The messages of a collective that runs step by step are counted as part of it.
             message = log.begin(self.name, batch, recorder.under_way is None)
@@ -327,6 +334,8 @@ class Messages(Caller):
             if batch.async_op:
                 message.started()
                 handle = self._handle(batch, works, message)
+                if batch.ends and batch.ends[0].peer is None:
+                    self._any.append((batch.ends[0].tag, ref(handle)))
                 if alone:
                     log.flies(message)
                 return handle
@@ -414,6 +423,21 @@ class Messages(Caller):
             expected="messages in both directions as one call, or a wait in between",
             hint="mesh.exchange(dims, sends=[...], recvs=[...]), or mesh.shift",
         )
+
+    def _check_any_order(self, ends: Sequence[P2P], told: str) -> None:
+        """Refuse a receive from one rank behind a receive from any source: Gloo gives the rank's next message to either."""
+        self._any = [
+            (tag, at) for tag, at in self._any if (handle := at()) is not None and handle._works is not None
+        ]
+        tags = {tag for tag, _ in self._any}
+        for direction, _, peer, tag in ends:
+            if direction == "recv" and peer is not None and tag in tags:
+                raise UnsupportedOp(
+                    f"{self.where(told)}: a receive from any source with tag {tag} is under way, and either could get the message",
+                    given=f"src={peer}, tag={tag}",
+                    expected="one of the two at a time, or other tags",
+                    hint="wait() for the receive from any source first, or give one of the two another tag",
+                )
 
     def _served_by(self, work: Work, message: PendingMessage) -> int:
         """Return the coord whose message a receive from any source received."""

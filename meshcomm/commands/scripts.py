@@ -42,8 +42,10 @@ class ScriptCommand(Command):
 
         The script may have the same options, so they only are an error if the command cannot do without them.
         """
-        ours = before_script(args)
-        rest = args[len(ours) :]
+        before = before_script(args)
+        rest = args[len(before) :]
+        # A second one would count as an argument.
+        ours = [word for word in before if word != "--"]
         parsed = super().parse_args(ctx, [*ours, "--", *rest])
         found = [(self._option_of(word), place) for place, word in enumerate(rest[1:], 1)]
         # A value that was given before the script shows that the later one is the script's.

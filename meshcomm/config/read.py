@@ -151,7 +151,7 @@ def near_file(path: Path, script: bool = False) -> str:
         present = [
             entry.name
             for entry in path.parent.iterdir()
-            if entry.suffix.lower() in endings and not entry.is_fifo()
+            if entry.suffix.lower() in endings and entry.is_file()
         ]
     except OSError:
         return f"the folder {path.parent} cannot be read either"

@@ -39,7 +39,7 @@ from meshcomm.transport.torch_private import (
     split_color,
 )
 from meshcomm.transport.variables import NCCL_RECOVERS, gloo_defaults, nccl_defaults, with_variables
-from meshcomm.watching.exceptions import Reason, first_line, reason_of
+from meshcomm.watching.exceptions import Reason, first_line, hint_about, reason_of
 from meshcomm.watching.words import INTERFACES
 
 if TYPE_CHECKING:
@@ -242,7 +242,9 @@ def open_group(
             expected=f"ranks {list(group.ranks)} to create it within {options.timeout_s:g} s",
             hint=INTERFACES
             if reason_of(error) is Reason.UNREACHABLE
-            else "look at the first error on the other ranks; check backend and network",
+            else hint_about(
+                str(error), "look at the first error on the other ranks; check backend and network"
+            ),
         ) from error
     return ProcessGroupTransport(handle, options.backend, device, owned=True, timeout_s=options.timeout_s)
 

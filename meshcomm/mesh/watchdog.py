@@ -42,7 +42,7 @@ from meshcomm.watching.compare import MessageCheck, Shared
 from meshcomm.watching.exceptions import (
     Raised,
     Reason,
-    about_dtensors,
+    about_torch,
     backend_error,
     caused_by,
     error_under_way,
@@ -215,7 +215,7 @@ class Watchdog(Watching):
         return None if self._options.alone else self._marked(self._desync.before_leaving())
 
     def explain(self, error: BaseException) -> MeshcommError | None:
-        return self._marked(about_dtensors(error) or self._explanation(error))
+        return self._marked(about_torch(error) or self._explanation(error))
 
     def _marked(self, error: M) -> M:
         """Mark an error that names ranks of a link."""

@@ -21,7 +21,7 @@ from meshcomm.rendezvous.exposure import serve_on_loopback
 from meshcomm.rendezvous.processes import Owner, note_twice, own, owner_of, process_name
 from meshcomm.rendezvous.store import within
 from meshcomm.transport.connections import connections
-from meshcomm.watching.exceptions import first_line
+from meshcomm.watching.exceptions import first_line, hint_about
 
 # Ports for jobs that specify none. They are below the range that systems use for outgoing connections.
 _PORTS: Final = range(20_000, 32_000)
@@ -263,13 +263,14 @@ def _not_found(
             expected="the address of rank 0's host, or a name that every rank's host can look up",
             hint=f"getent hosts {host}; or MASTER_ADDR with the host's IP address",
         )
+    look = ("look" if rank == 0 else "check whether rank 0 is running, and look on its host") + (
+        f" which program has the port: ss -ltnp 'sport = :{next(iter(answers))}'"
+    )
     return LaunchError(
         f"rank {rank} of {world_size} could not meet the others at {where}",
         given=given,
         expected=f"the store of rank 0 to answer within {timeout.total_seconds():g} s",
-        hint=("look" if rank == 0 else "check whether rank 0 is running, and look on its host")
-        + f" which program has the port: ss -ltnp 'sport = :{next(iter(answers))}'"
-        + (", or use another MASTER_PORT" if rank == 0 else ""),
+        hint=hint_about(given, f"{look}, or use another MASTER_PORT" if rank == 0 else look),
     )
 
 

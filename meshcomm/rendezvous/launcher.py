@@ -130,6 +130,13 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
                 hint="torchrun --nproc-per-node N script.py, or meshcomm run CONFIG script.py",
             )
     rank, world = _world(env, _TORCHRUN)
+    if world < 1:
+        raise LaunchError(
+            f"WORLD_SIZE={world} is not a number of ranks",
+            given=f"RANK={rank}, WORLD_SIZE={world}",
+            expected="WORLD_SIZE of 1 or more, the same on all ranks",
+            hint="check what sets these variables",
+        )
     if not 0 <= rank < world:
         raise LaunchError(
             f"RANK={rank} is not a rank in a world of {world}",

@@ -7,12 +7,14 @@ NCCL's calls wait on the device and use no connection within a host, so only `ab
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar, final
 
 T = TypeVar("T")
@@ -138,19 +140,40 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
 
     Only this process's descriptors are read. The system's table of connections, as psutil reads it, takes 10 ms.
     """
-    for name in os.listdir(_DESCRIPTORS):
+    for descriptor in _descriptors():
         # Another thread may close descriptors meanwhile.
         with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with _copy_of(int(name)) as end:
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with _copy_of(descriptor) as end:
                     if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
-                        yield int(name), end
+                        yield descriptor, end
+
+
+def _descriptors() -> Sequence[int]:
+    try:
+        return [int(name) for name in os.listdir(_DESCRIPTORS)]
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        # Reading the folder takes a descriptor, and this process has no more.
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 @contextlib.contextmanager
 def _copy_of(descriptor: int) -> Iterator[socket.socket]:
     blocks = os.get_blocking(descriptor)
-    with socket.socket(fileno=os.dup(descriptor)) as copy:
+    try:
+        copied = os.dup(descriptor)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        end = socket.socket(fileno=descriptor)
+        try:
+            yield end
+        finally:
+            end.detach()
+        return
+    with socket.socket(fileno=copied) as copy:
         if socket.getdefaulttimeout() is not None:
             # Then a new socket object sets its descriptor to non-blocking, and with it the one that was copied.
             os.set_blocking(descriptor, blocks)

@@ -273,8 +273,9 @@ def wait_at_most(work: Any, timeout: timedelta, last: bool) -> None:
 
 
 def is_receive(work: Any) -> bool:
-    """Return whether a Work is a receive, also from any source."""
-    return work._get_op_type() in _RECEIVES
+    """Return whether a Work of Gloo is a receive, also from any source. Simulated Works have no type, and are none."""
+    kind = getattr(work, "_get_op_type", None)
+    return kind is not None and kind() in _RECEIVES
 
 
 @outside_graphs
@@ -283,7 +284,8 @@ def has_completed(work: Any) -> bool:
 
     After this, wait for a message by `wait_at_most`.
     """
-    if work._get_op_type() in _IN_SLICES or work.is_completed():
+    kind = getattr(work, "_get_op_type", None)
+    if kind is None or kind() in _IN_SLICES or work.is_completed():
         return bool(work.is_completed())
     return not _queues_of(work, _FOREVER)[1].empty()
 

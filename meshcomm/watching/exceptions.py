@@ -44,16 +44,17 @@ _TEXTS: Final = (
 )
 
 
-# Parts of torch that take no mixture of DTensors and plain tensors, by file: what is wrong, and what to call. The errors
-# of its operators name neither; their texts were tried with torch 2.15.
-_OF_DTENSORS: Final = (
+# Parts of torch that take no mixture of DTensors and plain tensors, or only one call, by file: what is wrong, and what to call.
+# The errors of torch's operators name neither; their texts were tried with torch 2.15.
+_SAID: Final = (
     "got mixed torch.Tensor and DTensor",
     "must have the same mesh",
     "sharding strategy registered",
     "in-place operations that require placement changes",
     "Muon only supports 2D parameters",
+    "initialize the default process group twice",
 )
-_TAKE_NONE: Final = {
+_PARTS: Final = {
     "torch/nn/utils/clip_grad.py": (
         "torch's clip_grad_norm_ takes only DTensors of one DeviceMesh",
         "meshcomm.clip_grad_norm_(parameters, max_norm)",
@@ -61,6 +62,10 @@ _TAKE_NONE: Final = {
     "torch/nn/parallel/distributed.py": (
         "DistributedDataParallel takes no DTensors, which parallelize_module makes of a module's parameters",
         'meshcomm.GradientSync(mesh, "dp", module); or fully_shard(module, mesh=mesh["dp"])',
+    ),
+    "torch/distributed/distributed_c10d.py": (
+        "torch.distributed is initialized already: meshcomm.init does this, unless the program has",
+        "leave init_process_group out; or call it before meshcomm.init, which then uses the program's default group",
     ),
     "torch/optim/_adafactor.py": (
         "torch's Adafactor takes no DTensors, because it needs means over whole rows and columns",
@@ -81,17 +86,17 @@ _TAKE_NONE: Final = {
 }
 
 
-def about_dtensors(error: BaseException) -> MeshcommError | None:
-    """Return what to call instead if torch's clipping, DDP or optimizers were given DTensors that they do not take."""
+def about_torch(error: BaseException) -> MeshcommError | None:
+    """Return what to call instead if a part of torch was given DTensors that it does not take, or was called twice."""
     text = first_line(error)
-    if not isinstance(error, RuntimeError | ValueError) or not any(said in text for said in _OF_DTENSORS):
+    if not isinstance(error, RuntimeError | ValueError) or not any(said in text for said in _SAID):
         return None
     files = [frame.filename for frame in extract_tb(error.__traceback__)]
-    for part, (what, hint) in _TAKE_NONE.items():
+    for part, (what, hint) in _PARTS.items():
         if any(part in file for file in files):
             given = f"{text}\nat {place_of(error)}"
             return TrainingError(
-                what, given=given, expected="parameters that this part of torch takes", hint=hint
+                what, given=given, expected="a call that this part of torch takes", hint=hint
             )
     return None
 
@@ -122,6 +127,13 @@ def text_of(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text."""
     return next(iter(text_of(error).strip().splitlines()), type(error).__name__)
+
+
+def hint_about(error: str, otherwise: str) -> str:
+    """Return what to try after an error of the backend or of the store: `otherwise`, unless its text says more."""
+    return (
+        "ulimit -n 4096 in the shell that starts the ranks" if "Too many open files" in error else otherwise
+    )
 
 
 # -- where it was raised ----------------------------------------------------------------------------------
@@ -157,6 +169,9 @@ def place_of(error: BaseException) -> str:
     frames = extract_tb(error.__traceback__)[::-1]
     if not frames:
         return ""
+    if isinstance(error, SyntaxError) and error.filename and not frames_of(error):
+        # The script itself has not begun.
+        return source_line(error.filename, error.lineno or 1)
     index = place_in([frame.filename for frame in frames])
     frame = frames[index] if index is not None else [frames[0], *frames_of(error)][-1]
     return f"{source_line(frame.filename, frame.lineno)} in {frame.name}"

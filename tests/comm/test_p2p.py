@@ -9,7 +9,7 @@ import torch
 
 import meshcomm
 from meshcomm.comm.p2p import Messages
-from meshcomm.errors import ShapeError
+from meshcomm.errors import ShapeError, UnsupportedOp
 
 
 def test_messages_that_were_checked_once_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +59,29 @@ def test_the_memory_of_a_message_is_kept_until_the_next_one_if_it_is_small(mesh:
         assert alive_after(1)
         # A view of a large tensor would keep all of its memory alive.
         assert not alive_after(1 << 21)
+
+
+@pytest.mark.mesh(dp=2, timeout_s=20, via="gloo")
+@pytest.mark.parametrize("before", [0, 5], ids=["checked", "checked before"])
+def test_a_receive_from_one_rank_behind_one_from_any_rank_is_refused(
+    mesh: meshcomm.Mesh, before: int
+) -> None:
+    """Gloo would give the first message to the later receive."""
+    me, other = mesh.coord("dp"), 1 - mesh.coord("dp")
+    for _ in range(before):
+        mesh.exchange("dp", [(torch.ones(1), other)], [(torch.zeros(1), other)])
+        mesh.send("dp", torch.ones(1), dst=1) if me == 0 else mesh.recv("dp", torch.zeros(1), src=0)
+        mesh.recv("dp", torch.zeros(1), src=1) if me == 0 else mesh.send("dp", torch.ones(1), dst=0)
+    waits = mesh.irecv("dp", torch.zeros(1), src=None)
+    for call in (
+        lambda: mesh.irecv("dp", torch.zeros(1), src=other),
+        lambda: mesh.recv("dp", torch.zeros(1), src=other),
+        lambda: mesh.shift("dp", torch.ones(1)),
+    ):
+        with pytest.raises(UnsupportedOp, match="a receive from any source with tag 0 is under way"):
+            call()
+    tagged = mesh.irecv("dp", torch.zeros(1), src=other, tag=1)
+    for value in (1.0, 2.0):
+        mesh.isend("dp", torch.full((1,), value), dst=other, tag=int(value) - 1).wait()
+    assert (waits.wait().item(), tagged.wait().item()) == (1.0, 2.0)
+    assert mesh.shift("dp", torch.full((1,), float(me))).item() == other

@@ -173,6 +173,10 @@ def orthogonalizes(mesh: Mesh, net: nn.Module) -> None:
     torch.optim.Muon(parts.parameters())
 
 
+def initializes(mesh: Mesh, net: nn.Module) -> None:
+    torch.distributed.init_process_group("gloo")
+
+
 def ends(mesh: Mesh, net: nn.Module) -> None:
     raise RuntimeError("All parts must have the same mesh")
 
@@ -199,6 +203,7 @@ def mixed(call: Callable[[Mesh, nn.Module], None]) -> None:
         (factors, r"Adafactor takes no DTensors(.|\n)*in factors\n"),
         (flattens, r"LBFGS takes no DTensors beside(.|\n)*mixed(.|\n)*in flattens\n"),
         (orthogonalizes, r"Muon takes matrices(.|\n)*\(8, 3, 8\)|Muon takes matrices(.|\n)*\[8, 3, 8\]"),
+        (initializes, r"initialized already(.|\n)*twice(.|\n)*in initializes\n(.|\n)*before meshcomm\.init"),
         (ends, None),
     ],
 )

@@ -105,6 +105,8 @@ def test_a_worker_that_ray_has_started_ahead_of_its_job(monkeypatch: pytest.Monk
     [
         ({"RANK": "0"}, "the environment has only some of a launcher's variables: WORLD_SIZE is missing"),
         ({"WORLD_SIZE": "2"}, "the environment has only some of a launcher's variables: RANK is missing"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not a number of ranks"),
+        ({"RANK": "0", "WORLD_SIZE": "-1"}, "WORLD_SIZE=-1 is not a number of ranks"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not a rank in a world of 2"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is not a number"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "MASTER_PORT is not a number"),

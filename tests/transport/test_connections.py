@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 import time
@@ -88,6 +89,29 @@ def test_connections_are_those_that_psutil_finds(family: socket.AddressFamily) -
     finally:
         socket.setdefaulttimeout(None)
     for each in (listens, here, there, *others):
+        each.close()
+
+
+def test_connections_are_found_without_a_free_descriptor() -> None:
+    listens = socket.create_server(("127.0.0.1", 0))
+    here = socket.create_connection(listens.getsockname()[:2])
+    there, _ = listens.accept()
+    found, taken = connections(), list[int]()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 1, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.dup(here.fileno()))
+        os.close(taken.pop())
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+        assert {here.fileno(), there.fileno()} <= {each.descriptor for each in connections()}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+    assert connections() == found
+    for each in (listens, here, there):
         each.close()
 
 
