@@ -21,7 +21,12 @@ from meshcomm.parallel.tensor.parameters import (
     whole,
 )
 from meshcomm.parallel.tensor.split import TensorSplit
-from meshcomm.parallel.tensor.unsplit import unsplit_optimizer_state, unsplit_state
+from meshcomm.parallel.tensor.unsplit import (
+    load_unsplit_optimizer_state,
+    load_unsplit_state,
+    unsplit_optimizer_state,
+    unsplit_state,
+)
 
 __all__ = [
     "ColumnParallel",
@@ -31,6 +36,8 @@ __all__ = [
     "assign",
     "columns",
     "cross_entropy",
+    "load_unsplit_optimizer_state",
+    "load_unsplit_state",
     "local",
     "tensor_parallel",
     "unsplit_optimizer_state",

@@ -27,6 +27,7 @@ from meshcomm.parallel.tensor.layers import (
 )
 from meshcomm.parallel.tensor.parameters import local
 from meshcomm.parallel.tensor.plan import Entry, Rule, checked_rules
+from meshcomm.parallel.tensor.replaced import note_replaced
 from meshcomm.parallel.tensor.split import TensorSplit
 from meshcomm.transfer.fused import FUSED, kept
 from meshcomm.watching.verdict import majority
@@ -131,6 +132,10 @@ class _Splitting:
                 self._apply(name, part, rule)
         for name, part in self.module.named_modules():
             self._keep(part, self.rules.get(name, Rule()))
+        names = {id(new): name for name, new in self.module.named_parameters()}
+        for old, new in self.replaced.values():
+            if old.requires_grad and id(new) in names:
+                note_replaced(old, names[id(new)])
         # The module's forward counts for all its parts, because some code reads a part's weight without calling the part.
         self._become(self.module, Around, self.split)
 

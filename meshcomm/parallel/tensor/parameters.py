@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshcomm.errors import LayoutError
+from meshcomm.errors import LayoutError, MeshClosed
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.watchdog import explained
 from meshcomm.parallel.torch_private import dtensor_of, parts_of_dtensor
 from meshcomm.transfer.fused import Kept, joined
 from meshcomm.transfer.tensors import own_regions
@@ -138,16 +140,68 @@ def whole(tensor: Tensor | Kept) -> Tensor:
     """
     if isinstance(tensor, Kept):
         return joined(whole(tensor.tensor), tensor.parts)
+    if not isinstance(tensor, Tensor):
+        raise LayoutError(
+            "only a tensor can be gathered",
+            given=f"a {type(tensor).__name__}",
+            expected="a parameter, a gradient or another tensor",
+            hint="whole(module.weight); unsplit_state(module) for all",
+        )
     values = tensor.detach()
-    return values.full_tensor() if isinstance(values, DTensor) else values
+    with as_mesh_errors():
+        return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 @torch.no_grad()
 def assign(parameter: Tensor | Kept, value: Any) -> None:
     """Write this rank's part of the full `value` into `parameter`. Does not communicate.
 
-    value: a tensor, or an object that returns slices, such as safetensors' get_slice, from which only the part is read.
+    value: a tensor of the parameter's full shape, or an object that returns slices, such as safetensors' get_slice, from which
+           only the part is read.
+    Raises LayoutError, before it writes, for another shape, for a DTensor, and for complex values of a real parameter.
     """
+    check_assigned(parameter, value, "the parameter")
     for region in own_regions(parameter):
         box = region.box
         region.write(box.begin, box.end, value[box.slices])
+
+
+def check_assigned(parameter: Tensor | Kept, value: Any, name: str) -> None:
+    """Raise LayoutError if `value` cannot be assigned to `parameter`. name: of the parameter, for the error."""
+    shape, given = getattr(value, "shape", None), f"a {type(value).__name__}"
+    if shape is None and hasattr(value, "get_shape"):
+        shape = value.get_shape()
+    if shape is not None:
+        given = f"{given} of shape {tuple(shape)}"
+    complex_values = isinstance(value, Tensor) and value.is_complex() and not parameter.dtype.is_complex
+    if (
+        isinstance(value, DTensor)
+        or complex_values
+        or shape is None
+        or tuple(shape) != tuple(parameter.shape)
+    ):
+        raise LayoutError(
+            f"{name} cannot take this value",
+            given=f"{given}, {value.dtype}" if complex_values else given,
+            expected=f"a full, plain tensor of shape {tuple(parameter.shape)}, for {parameter.dtype}",
+            hint="whole(x) makes a DTensor full; load_unsplit_state takes the state of a plain model",
+        )
+
+
+@contextmanager
+def as_mesh_errors() -> Iterator[None]:
+    """Turn torch's errors of calls on a mesh's groups into meshcomm's, as at the end of the mesh's `with` block."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Could not resolve the process group" in str(error):
+            raise MeshClosed(
+                "the tensors are split along a mesh that is closed",
+                given=str(error).strip(),
+                expected="an open mesh",
+                hint="move the call before mesh.close(), or into the with block",
+            ) from error
+        told = explained(error)
+        if told is error:
+            raise
+        raise told from error

@@ -1,10 +1,11 @@
-"""The state dicts of a split module and of its optimizer, with full, plain tensors."""
+"""The state dicts of a split module and of its optimizer, with full, plain tensors: gathered, and loaded."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,47 +14,198 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshcomm.errors import LayoutError, MeshcommError, MeshMismatchError
+from meshcomm.errors import LayoutError, MeshMismatchError
 from meshcomm.layout.names import listed
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.parallel.tensor.parameters import split_groups, whole
+from meshcomm.parallel.tensor.parameters import as_mesh_errors, assign, check_assigned, split_groups, whole
 from meshcomm.parallel.torch_private import map_with_paths
-from meshcomm.transfer.fused import Kept, fused_parts
+from meshcomm.parallel.tree import tensors_of
+from meshcomm.transfer.fused import Kept, fused_parts, unfused
 from meshcomm.watching.verdict import alike, blamed, majority
 
 
 def unsplit_state(module: nn.Module) -> dict[str, Any]:
     """Return a copy of the module's `state_dict()` with full, plain tensors in the layout from before the split.
 
+    `load_unsplit_state` loads it into a module that is split in any way, and `load_state_dict` into one that is not.
+
     Called by: every rank that holds a part. Each rank receives the full dict.
-    Returns:   what `state_dict()` has. The tensors in a module's extra state are full, too.
-    Raises:    LayoutError if `module` is not an nn.Module; MeshMismatchError, on every rank that holds a part, if ranks have
-               different tensors.
+    Returns:   what `state_dict()` has, also the versions of modules. What is not split, such as buffers and a module's extra
+               state, is this rank's, and is not compared.
+    Raises:    LayoutError if `module` is not an nn.Module; MeshClosed; MeshMismatchError, on every rank that holds a part, if
+               ranks have different split tensors, or if one of them raises an error.
     """
     _check_module(module)
-    fused = fused_parts(module)
+    metadata: dict[str, Any] = {}
+
+    def values() -> dict[str, Any]:
+        state = module.state_dict(keep_vars=True)
+        metadata.update(copy.deepcopy(getattr(state, "_metadata", {})))
+        return dict(state)
 
     def kept(name: str, _: str, tensor: Tensor) -> Tensor | Kept:
         return Kept(tensor, fused[name]) if name in fused else tensor
 
-    return _unsplit("the module's state", module, lambda: module.state_dict(keep_vars=True), kept)
+    fused = fused_parts(module)
+    full = OrderedDict(_unsplit("the module's state", module, values, kept))
+    # load_state_dict reads the versions of modules from this attribute.
+    full._metadata = metadata  # type: ignore[attr-defined]
+    return full
 
 
 def unsplit_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return a copy of the optimizer's `state_dict()` with full, plain tensors, in the layout from before the split.
 
-    An optimizer of the unsplit module loads it with `load_state_dict`, if it was created from the parameters in the same order.
-    The optimizer of the split module loads its own `state_dict()`, of the same split. `Trainer.save` writes state that every
-    mesh loads.
+    `load_unsplit_optimizer_state` loads it into the optimizer of a module that is split in any way. An optimizer of the unsplit
+    module loads it with `load_state_dict`. Both must have been created from the parameters in the same order.
 
     Called by: every rank that holds a part. Each rank receives the full dict, with the numbers that its own optimizer gives to
                parameters. Tensors in lists, tuples and dicts of the state are gathered too.
     Raises:    LayoutError for arguments of other types, for parameters that the module does not have, for state of a split
                parameter that is not a DTensor, and for state of a multi-part weight, such as q, k and v in one, that is not
-               split as the weight. MeshMismatchError on the other ranks that hold parts if a rank raises LayoutError, and on
-               all of them if ranks have different state.
+               split as the weight. MeshClosed. MeshMismatchError on the other ranks that hold parts if a rank raises an error,
+               and on all of them if ranks have different state or settings: split tensors of other shapes, or other numbers.
     """
     _check_module(module)
+    _check_optimizer(optimizer)
+    fused = fused_parts(module)
+    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    names = {id(tensor): name for name, tensor in module.named_parameters(remove_duplicate=False)}
+    # Ranks may have given the parameters to their optimizers in different orders.
+    keys: dict[str, Any] = {}
+
+    def values() -> dict[str, Any]:
+        if foreign := [tuple(tensor.shape) for tensor in parameters if id(tensor) not in names]:
+            raise _foreign(f"{len(foreign)} of {len(parameters)}, the first of shape {foreign[0]}")
+        state = optimizer.state_dict()
+        for key in state["state"]:
+            keys[names[id(parameters[key])] if isinstance(key, int) else str(key)] = key
+        found = {name: state["state"][key] for name, key in keys.items()}
+        return {**found, **{key: value for key, value in state.items() if key != "state"}}
+
+    def kept(name: str, path: str, tensor: Tensor) -> Tensor | Kept:
+        key, parts = keys.get(name), fused.get(name)
+        parameter = parameters[key] if isinstance(key, int) else None
+        if tensor.ndim == 0 or not isinstance(parameter, DTensor):
+            # The number of steps, for example.
+            return tensor
+        if not isinstance(tensor, DTensor) or (parts and _split(tensor) != _split(parameter)):
+            raise _unknown_split(name + path, f"{_split(tensor)}; the parameter is {_split(parameter)}")
+        return Kept(tensor, parts) if parts else tensor
+
+    full = _unsplit("the optimizer's state", module, values, kept, numbers=True)
+    state = {key: full.pop(name) for name, key in keys.items()}
+    return {"state": state, **full}
+
+
+@torch.no_grad()
+def load_unsplit_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load the state of a plain module, as of `unsplit_state` or `state_dict()`, into the same module after it was split.
+
+    Called by: every rank that holds a part, with the full state. Does not communicate.
+    Raises:    LayoutError, before it writes, for arguments of other types, for names that only one of both has, and for other
+               shapes.
+    """
+    _check_module(module)
+    own = unfused(module.state_dict(keep_vars=True), module)
+    _check_names("the state", own, state)
+    split = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor | Kept)}
+    for name, tensor in split.items():
+        check_assigned(tensor, state[name], name)
+    for name, tensor in split.items():
+        assign(tensor, state[name])
+    if extra := {name: state[name] for name in own if name not in split}:
+        module.load_state_dict(extra, strict=False)
+
+
+@torch.no_grad()
+def load_unsplit_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Load the state of a plain module's optimizer, as of `unsplit_optimizer_state` or `state_dict()`, into the optimizer of the
+    same module after it was split.
+
+    The optimizers must have been created from the parameters in the same order.
+
+    Called by: every rank that holds a part, with the full state. Does not communicate.
+    Raises:    LayoutError, before it writes, for arguments of other types, for parameters that the module does not have, for
+               another number of parameters, and for tensors of a split parameter that do not have its full shape.
+    """
+    _check_module(module)
+    _check_optimizer(optimizer)
+    fused = fused_parts(module)
+    names = {id(tensor): name for name, tensor in module.named_parameters(remove_duplicate=False)}
+    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if foreign := [tuple(tensor.shape) for tensor in parameters if id(tensor) not in names]:
+        raise _foreign(f"{len(foreign)} of {len(parameters)}, the first of shape {foreign[0]}")
+    _check_names("the optimizer's state", ("state", "param_groups"), state)
+    sizes = [
+        [len(group["params"]) for group in groups]
+        for groups in (state["param_groups"], optimizer.param_groups)
+    ]
+    if sizes[0] != sizes[1]:
+        raise LayoutError(
+            "the optimizer's state is of other parameters",
+            given=f"groups of {sizes[0]} parameters",
+            expected=f"groups of {sizes[1]} parameters",
+            hint="create both optimizers from the parameters in the same order",
+        )
+
+    def part(key: Any, path: str, value: Any) -> Any:
+        parameter = parameters[key] if isinstance(key, int) else None
+        if not isinstance(value, Tensor) or value.ndim == 0 or not isinstance(parameter, DTensor):
+            return copy.deepcopy(value)
+        name = names[id(parameter)]
+        held: Tensor = torch.empty_like(parameter, dtype=value.dtype)
+        whole_part = Kept(held, fused[name]) if name in fused else held
+        check_assigned(whole_part, value, f"{name}{path} in the optimizer's state")
+        assign(whole_part, value)
+        return held
+
+    held = {key: map_with_paths(partial(part, key), value) for key, value in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": held})
+
+
+def _check_names(what: str, own: Collection[str], given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise LayoutError(
+            f"{what} is not a dict",
+            given=f"a {type(given).__name__}",
+            expected="a full state dict, the same on every rank",
+            hint="torch.load(path); on every rank, not only on one",
+        )
+    without, more = sorted(set(own) - set(given)), sorted(map(str, set(given) - set(own)))
+    if without or more:
+        lines = [
+            f"{words} {listed(some, 3)}" for words, some in (("without", without), ("with", more)) if some
+        ]
+        raise LayoutError(
+            f"{what} has other names",
+            given="\n".join(lines),
+            expected="the state of the same module, before it was split",
+            hint="print(list(state))",
+        )
+
+
+def _foreign(given: str) -> LayoutError:
+    return LayoutError(
+        "the optimizer has parameters that the module does not have",
+        given=given,
+        expected="an optimizer of this module's parameters",
+        hint="create the optimizer after tensor_parallel and fully_shard, which replace parameters",
+    )
+
+
+def _unknown_split(label: str, given: str) -> LayoutError:
+    return LayoutError(
+        f"nothing says how {label} in the optimizer's state is split",
+        given=given,
+        expected="state that is split as its parameter, as of AdamW or SGD with momentum",
+        hint="save each rank's optimizer.state_dict(), or use an optimizer whose state has the parameter's shape",
+    )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise LayoutError(
             "the optimizer is not a torch.optim.Optimizer",
@@ -61,44 +213,6 @@ def unsplit_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer)
             expected="an optimizer of the module's parameters",
             hint="unsplit_optimizer_state(module, optimizer)",
         )
-    state = optimizer.state_dict()
-    fused = fused_parts(module)
-    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    names = {id(tensor): name for name, tensor in module.named_parameters(remove_duplicate=False)}
-    # Ranks may have given the parameters to their optimizers in different orders.
-    keys = {
-        names.get(id(parameters[key]), "") if isinstance(key, int) else str(key): key
-        for key in state["state"]
-    }
-
-    def values() -> dict[str, Any]:
-        if foreign := [tuple(tensor.shape) for tensor in parameters if id(tensor) not in names]:
-            raise LayoutError(
-                "the optimizer has parameters that the module does not have",
-                given=f"{len(foreign)} of {len(parameters)}, the first of shape {foreign[0]}",
-                expected="an optimizer of this module's parameters",
-                hint="create the optimizer after tensor_parallel and fully_shard, which replace parameters",
-            )
-        return {name: state["state"][key] for name, key in keys.items()}
-
-    def kept(name: str, path: str, tensor: Tensor) -> Tensor | Kept:
-        key, parts = keys[name], fused.get(name)
-        parameter = parameters[key] if isinstance(key, int) else None
-        if tensor.ndim == 0 or not isinstance(parameter, DTensor):
-            # The number of steps, for example.
-            return tensor
-        if not isinstance(tensor, DTensor) or (parts and _split(tensor) != _split(parameter)):
-            raise LayoutError(
-                f"nothing says how {name}{path} in the optimizer's state is split",
-                given=f"{_split(tensor)}; the parameter is {_split(parameter)}",
-                expected="state that is split as its parameter, as of AdamW or SGD with momentum",
-                hint="save each rank's optimizer.state_dict(), or use an optimizer whose state has the parameter's shape",
-            )
-        return Kept(tensor, parts) if parts else tensor
-
-    full = _unsplit("the optimizer's state", module, values, kept)
-    settings = copy.deepcopy({key: value for key, value in state.items() if key != "state"})
-    return {**settings, "state": {key: full[name] for name, key in keys.items()}}
 
 
 def _check_module(module: nn.Module) -> None:
@@ -126,33 +240,44 @@ def _unsplit(
     module: nn.Module,
     values: Callable[[], dict[str, Any]],
     kept: Callable[[str, str, Tensor], Tensor | Kept],
+    numbers: bool = False,
 ) -> dict[str, Any]:
     """Return copies of named values in which all tensors are full.
 
     kept: returns a tensor as it is gathered, from the value's name, the tensor's path within the value, and the tensor.
+    numbers: whether numbers, text and tensors without axes must be equal on all ranks that hold parts.
     """
-    failure: MeshcommError | None = None
+    failure: Exception | None = None
     held: dict[str, Any] = {}
     tensors: dict[str, Tensor | Kept] = {}
+    own: list[str] = []
 
     def note(name: str, path: str, leaf: Any) -> None:
+        label = name + path
         if isinstance(leaf, Tensor):
-            tensors[name + path] = kept(name, path, leaf)
+            tensors[label] = found = kept(name, path, leaf)
+            if isinstance(_tensor(found), DTensor):
+                own.append(f"{label}: {_split(_tensor(found))}")
+            elif numbers and leaf.ndim == 0:
+                own.append(f"{label} = {leaf.item()}")
+        elif numbers and isinstance(leaf, int | float | str | None):
+            own.append(f"{label} = {leaf}")
+        elif any(isinstance(inner, DTensor) for inner in tensors_of(leaf)):
+            raise _unknown_split(label, f"a DTensor in a {type(leaf).__name__}")
 
     def full(name: str, path: str, leaf: Any) -> Any:
         return gathered[name + path] if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
-    try:
-        held = values()
-        for name, value in held.items():
-            map_with_paths(partial(note, name), value)
-    except MeshcommError as error:
-        failure = error
-    # The order of labels is the same on all ranks. That of an optimizer's parameters, or of keys, may not be.
-    order = sorted(tensors)
-    split = [f"{label}: {_split(_tensor(tensors[label]))}" for label in order if _is_split(tensors[label])]
-    _compare(what, module, split, failure)
-    gathered = {label: whole(tensors[label]).clone() for label in order}
+    with as_mesh_errors():
+        try:
+            held = values()
+            for name, value in held.items():
+                map_with_paths(partial(note, name), value)
+        except Exception as error:
+            failure = error
+        _compare(what, module, sorted(own), failure)
+        # The order of labels is the same on all ranks. That of an optimizer's parameters, or of keys, may not be.
+        gathered = {label: whole(tensors[label]).clone() for label in sorted(tensors)}
     return {name: map_with_paths(partial(full, name), value) for name, value in held.items()}
 
 
@@ -160,11 +285,7 @@ def _tensor(tensor: Tensor | Kept) -> Tensor:
     return tensor.tensor if isinstance(tensor, Kept) else tensor
 
 
-def _is_split(tensor: Tensor | Kept) -> bool:
-    return isinstance(_tensor(tensor), DTensor)
-
-
-def _compare(what: str, module: nn.Module, own: list[str], failure: MeshcommError | None) -> None:
+def _compare(what: str, module: nn.Module, own: list[str], failure: Exception | None) -> None:
     """Raise an error on every rank if `own` differs between the ranks that hold parts, or if one of them has a failure.
 
     Sends one message of 24 bytes along each dim along which the module is split.
@@ -203,8 +324,8 @@ def _compare(what: str, module: nn.Module, own: list[str], failure: MeshcommErro
     for ranks in alike(odd, {rank: tuple(of_rank) for rank, (_, of_rank) in of_ranks.items()}):
         theirs = set(of_ranks[ranks[0]][1])
         for words, some in (("without", others - theirs), ("with", theirs - others)):
-            if some:
-                lines.append(f"{ranks_text(ranks)} {words} {listed(sorted(some), 3)}")
+            if named := sorted(some - {""}):
+                lines.append(f"{ranks_text(ranks)} {words} {listed(named, 3)}")
     raise MeshMismatchError(
         f"{what} differs between ranks: {blamed(odd, not usual, len(of_ranks))}",
         given="\n".join(lines),

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import copy
+import gc
+import re
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import meshcomm
 from meshcomm.errors import LayoutError, MeshcommError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel import GradientSync, tensor_parallel, unsplit_optimizer_state, unsplit_state
+from meshcomm.parallel import (
+    GradientSync,
+    assign,
+    load_unsplit_optimizer_state,
+    load_unsplit_state,
+    tensor_parallel,
+    unsplit_optimizer_state,
+    unsplit_state,
+    whole,
+)
+from meshcomm.parallel.tensor import replaced
 from meshcomm.testing import Pool
 
 PLAN: Any = {"qkv": "column:3", "out": "row", "up": "column", "down": "row"}
@@ -279,3 +293,199 @@ def test_arguments_of_other_types_are_refused() -> None:
         assert "the module is not an nn.Module" in caught(lambda value=value: unsplit_state(value))
         assert "the module is not" in caught(lambda value=value: unsplit_optimizer_state(value, optimizer))
     assert "is not a torch.optim.Optimizer" in caught(lambda: unsplit_optimizer_state(module, module))
+
+
+def resumed(
+    mesh: Mesh, kind: str, weights: dict[str, Tensor], state: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A fourth step, on another mesh."""
+    torch.manual_seed(7)
+    module = Net().double()
+    tensor_parallel(module, mesh, "tp", PLAN)
+    if "fsdp" in mesh.dims:
+        fully_shard(module, mesh=mesh["fsdp"])
+    load_unsplit_state(module, weights)
+    made, settings = OPTIMIZERS[kind]
+    optimizer = made(
+        [{"params": list(module.qkv.parameters())}, {"params": other_parameters(module)}], **settings
+    )
+    load_unsplit_optimizer_state(module, optimizer, state)
+    step(module, optimizer, batches()[3])
+    return unsplit_state(module), unsplit_optimizer_state(module, optimizer)
+
+
+@pytest.mark.parametrize("dims", [{"tp": 2}, {"tp": 4}, {"fsdp": 3, "tp": 2}, {"fsdp": 2, "tp": 1}], ids=str)
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_a_split_module_goes_on_with_the_state_of_a_plain_one(kind: str, dims: dict[str, int]) -> None:
+    module = net()
+    made, settings = OPTIMIZERS[kind]
+    optimizer = made(
+        [{"params": list(module.qkv.parameters())}, {"params": other_parameters(module)}], **settings
+    )
+    for x in batches()[:3]:
+        step(module, optimizer, x)
+    weights, state = copy.deepcopy(module.state_dict()), copy.deepcopy(optimizer.state_dict())
+    step(module, optimizer, batches()[3])
+    for got, got_state in meshcomm.simulate(lambda mesh: resumed(mesh, kind, weights, state), dims=dims):
+        torch.testing.assert_close(dict(got), dict(module.state_dict()), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            got_state["state"], optimizer.state_dict()["state"], rtol=1e-10, atol=1e-12
+        )
+        assert got_state["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+class Versioned(Net):
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            raise AssertionError("an old version")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)  # type: ignore[no-untyped-call]
+
+
+def versions(mesh: Mesh) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = Versioned().double()
+    tensor_parallel(module, mesh, "tp", PLAN)
+    return unsplit_state(module)
+
+
+def test_the_versions_of_modules_are_kept() -> None:
+    for state in meshcomm.simulate(versions, dims={"tp": 2}):
+        Versioned().double().load_state_dict(state)
+
+
+def numbers(mesh: Mesh) -> list[str]:
+    """State that differs between ranks without being split."""
+    texts = []
+    for change in range(4):
+        module = net()
+        tensor_parallel(module, mesh, "tp", PLAN)
+        optimizer = torch.optim.AdamW(module.parameters())
+        step(module, optimizer, batches()[0])
+        if mesh.rank == 1:
+            state = optimizer.state[module.up.weight]
+            if change == 0:
+                state["step"] += 5
+            elif change == 1:
+                optimizer.param_groups[0]["lr"] = 0.5
+            elif change == 2:
+                state["calls"] = 3
+            else:
+                state["held"] = Held(state["exp_avg"])
+        texts.append(caught(lambda: unsplit_optimizer_state(module, optimizer)))
+    return texts
+
+
+@dataclass
+class Held:
+    tensor: Tensor
+
+
+def test_numbers_that_differ_are_an_error_on_every_rank() -> None:
+    for rank, (steps, settings, calls, hidden) in enumerate(meshcomm.simulate(numbers, dims={"tp": 4})):
+        assert "rank 1 with up.weight['step'] = 6.0" in steps
+        assert "rank 1 with param_groups[0]['lr'] = 0.5" in settings
+        assert "rank 1 with up.weight['calls'] = 3" in calls
+        assert ("a DTensor in a Held" if rank == 1 else "rank 1 could not gather") in hidden
+
+
+class Failing(Net):
+    def get_extra_state(self) -> Any:
+        if dist.get_rank() == 1:
+            raise ValueError("no extra state")
+        return 3
+
+    def set_extra_state(self, state: Any) -> None:
+        return
+
+
+def failing(mesh: Mesh) -> str:
+    torch.manual_seed(0)
+    module = Failing().double()
+    tensor_parallel(module, mesh, "tp", PLAN)
+    with pytest.raises((MeshcommError, ValueError)) as found:
+        unsplit_state(module)
+    return f"{type(found.value).__name__}: {found.value}"
+
+
+def test_an_error_of_the_module_on_one_rank_is_told_to_the_others() -> None:
+    for rank, text in enumerate(meshcomm.simulate(failing, dims={"tp": 2})):
+        assert "ValueError: no extra state" in text
+        assert text.startswith("ValueError" if rank == 1 else "MeshMismatchError: rank 1 could not gather")
+
+
+def wrong_loads(mesh: Mesh) -> list[str]:
+    module = net()
+    tensor_parallel(module, mesh, "tp", PLAN)
+    optimizer = torch.optim.AdamW(module.parameters())
+    step(module, optimizer, batches()[0])
+    full, state = unsplit_state(module), unsplit_optimizer_state(module, optimizer)
+    before = copy.deepcopy(full)
+    wide = {**full, "up.weight": torch.zeros(17, 8)}
+    other = {name: value for name, value in full.items() if name != "up.bias"} | {"more": torch.zeros(1)}
+    calls: list[Any] = [
+        lambda: load_unsplit_state(module, wide),
+        lambda: load_unsplit_state(module, other),
+        lambda: load_unsplit_state(module, cast(Any, None)),
+        lambda: load_unsplit_optimizer_state(module, optimizer, {"state": {}}),
+        lambda: load_unsplit_optimizer_state(module, optimizer, {**state, "param_groups": []}),
+        lambda: load_unsplit_optimizer_state(
+            module, optimizer, {**state, "state": {0: {"exp_avg": torch.ones(3)}}}
+        ),
+        lambda: load_unsplit_optimizer_state(net(), optimizer, state),
+        lambda: assign(module.up.weight, torch.zeros(1, 8)),
+        lambda: assign(module.up.weight, [1.0]),
+        lambda: assign(module.up.weight, torch.zeros(16, 8, dtype=torch.complex64)),
+        lambda: assign(module.up.weight, module.up.weight),
+        lambda: whole(cast(Any, module)),
+    ]
+    texts = [caught(call) for call in calls]
+    torch.testing.assert_close(dict(unsplit_state(module)), dict(before), rtol=0, atol=0)
+    return texts
+
+
+def test_a_state_that_does_not_fit_is_refused_before_anything_is_written() -> None:
+    wanted = [
+        "up.weight cannot take this value(.|\n)*\\(17, 8\\)(.|\n)*\\(16, 8\\)",
+        "without up.bias\n(.|\n)*with more",
+        "the state is not a dict",
+        "without param_groups",
+        "groups of \\[\\] parameters",
+        r"\['exp_avg'\] in the optimizer's state cannot take this value",
+        "parameters that the module does not have",
+        "the parameter cannot take this value",
+        "a list",
+        "complex64",
+        "a DTensor of shape",
+        "only a tensor can be gathered",
+    ]
+    for texts in meshcomm.simulate(wrong_loads, dims={"tp": 2}):
+        for text, pattern in zip(texts, wanted, strict=True):
+            assert re.search(pattern, text), text
+
+
+def too_early(mesh: Mesh) -> list[str]:
+    texts = []
+    for shards in (False, True):
+        module = net()
+        optimizer = torch.optim.AdamW(module.parameters())
+        tensor_parallel(module, mesh, "tp", PLAN)
+        if shards:
+            fully_shard(module, mesh=mesh["dp"])
+        module(batches()[0]).square().mean().backward()
+        texts.append(caught(optimizer.step))
+        torch.optim.AdamW(module.parameters()).step()
+    return texts
+
+
+def test_an_optimizer_from_before_the_split_is_refused_at_its_step() -> None:
+    for texts in meshcomm.simulate(too_early, dims={"dp": 2, "tp": 2}):
+        for text in texts:
+            assert "the optimizer holds parameters that tensor_parallel has replaced" in text
+            assert "10 of 10 parameters, the first norm.weight (8,)" in text
+    # Once no parameter from before a split is alive, no step is looked at any more.
+    gc.collect()
+    plain = nn.Linear(2, 2)
+    torch.optim.SGD(plain.parameters()).step()
+    assert bool(replaced._HOOKS) == bool(replaced._REPLACED)
