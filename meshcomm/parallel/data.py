@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from types import TracebackType
 from typing import Any, final
-from weakref import finalize, ref
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,22 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import local
 from meshcomm.transport.support import name_of
 from meshcomm.watching.verdict import alike, blamed, majority
+
+# Those whose step may be under way.
+_STARTED: WeakSet[GradientSync] = WeakSet()
+
+
+def check_summed(parameters: Iterable[Tensor], what: str) -> None:
+    """Raise TrainingError about `what` if the step of a GradientSync of these parameters is under way: gradients are partial."""
+    started = [sync for sync in _STARTED if sync._active]
+    open_ids = {id(slot.parameter) for sync in started for slot in sync._slots}
+    if open_ids and not open_ids.isdisjoint(map(id, parameters)):
+        raise TrainingError(
+            f"{what} within `with sync:`, before the gradients are summed",
+            given="parameters of a GradientSync whose step is under way",
+            expected="complete gradients, which are the same on all ranks",
+            hint="move the call behind the `with sync:` block",
+        )
 
 
 @final
@@ -202,6 +218,7 @@ class GradientSync:
         self._unused = False
         self._sent = 0
         self._active = True
+        _STARTED.add(self)
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.waiting = len(bucket.slots)

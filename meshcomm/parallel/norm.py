@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple, TypeVar, final
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,14 @@ from torch.distributed.tensor import DTensor
 from meshcomm.errors import LayoutError, TrainingError
 from meshcomm.layout.names import listed
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.tensor.parameters import SplitGroup, local, split_dims, split_groups
+from meshcomm.parallel.data import check_summed
+from meshcomm.parallel.tensor.parameters import (
+    SplitGroup,
+    as_mesh_errors,
+    local,
+    split_dims,
+    split_groups,
+)
 from meshcomm.parallel.torch_private import norms, scale_all, wrapper_of
 
 # The number of elements that are squared at a time: float64 copies of full gradients would take twice their memory.
@@ -26,6 +33,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 @torch.no_grad()
+@as_mesh_errors()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -55,15 +63,21 @@ def clip_grad_norm_(
                without a gradient count as 0.
     Sends:     one message of a few bytes along each dim along which a parameter is split, then one along the pipeline.
     Returns:   the norm before clipping, float64 (), equal on all ranks.
-    Raises:    TrainingError if max_norm or norm_type is not positive, for a norm that is not finite, or for parameters of
-               FSDP1 or of DistributedDataParallel after parallelize_module; LayoutError if a parameter is split along the pipeline.
+    Raises:    TrainingError for arguments of other types, if max_norm or norm_type is not positive, for a norm that is not
+               finite, for parameters of FSDP1 or of DistributedDataParallel after parallelize_module, or within the `with sync:`
+               of their GradientSync; LayoutError if a parameter is split along the pipeline; MeshClosed.
     """
-    held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    order = float(norm_type)
+    held = _tensors(parameters, pipeline)
+    check_summed(held, "clip_grad_norm_")
+    given_norm = max_norm
+    try:
+        max_norm, order = float(max_norm), float(norm_type)
+    except (TypeError, ValueError):
+        max_norm = order = math.nan
     if not (max_norm > 0 and order > 0):
         raise TrainingError(
             "gradients cannot be clipped to this norm",
-            given=f"max_norm = {max_norm}, norm_type = {norm_type}",
+            given=f"max_norm = {given_norm}, norm_type = {norm_type}",
             expected="more than 0",
             hint="max_norm = 1.0; max_norm = math.inf to clip nothing; norm_type = 2, 1 or math.inf",
         )
@@ -126,6 +140,22 @@ def clip_grad_norm_(
     return norm
 
 
+def _tensors(parameters: Any, pipeline: Any) -> list[Tensor]:
+    """Return the parameters as a list. Raises TrainingError for arguments of other types."""
+    if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor | Mapping):
+        parameters = list(parameters)
+    held: list[Any] = parameters if isinstance(parameters, list) else [parameters]
+    others = [type(x).__name__ for x in held if not isinstance(x, Tensor)]
+    if others or not isinstance(pipeline, DeviceMesh | None):
+        raise TrainingError(
+            "clip_grad_norm_ takes parameters, and a DeviceMesh as pipeline",
+            given=f"a {others[0]}" if others else f"pipeline={pipeline!r}",
+            expected="tensors; a DeviceMesh of one dim",
+            hint='meshcomm.clip_grad_norm_(model.parameters(), 1.0, pipeline=mesh["pp"])',
+        )
+    return held
+
+
 def _reduce(where: SplitGroup, values: Tensor, join: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the sum or the largest value of all ranks, element by element. It is nan if a rank's value is nan."""
     sent = values.to(where.device, copy=True)
@@ -149,6 +179,10 @@ def _whole_sum(parameter: Tensor) -> Tensor:
     ):
         parameter.grad = grad = grad.redistribute(placements=parameter.placements)
     assert grad is not None
+    if grad.is_sparse:
+        # Entries with one index add up first.
+        parameter.grad = grad = grad.coalesce()
+        return grad._values()
     return local(grad)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm
-from meshcomm.errors import LayoutError, TrainingError
+from meshcomm.errors import LayoutError, MeshClosed, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.norm import GradientNorm
-from meshcomm.parallel.tensor.parameters import local, parameter_of
+from meshcomm.parallel.tensor.parameters import local, parameter_of, whole
 from meshcomm.testing import Pool
 
 # Whole gradients of each of two stages: name -> (shape, axis split along each dim).
@@ -369,3 +370,59 @@ def in_wrappers_of_torch() -> None:
         ):
             with pytest.raises(TrainingError, match=rf"do not record how.*\n.*{name}.*\n.*\n.*fully_shard"):
                 meshcomm.clip_grad_norm_(module.parameters(), 1.0)
+
+
+def test_arguments_of_other_types_and_gradients_that_are_not_summed_are_named() -> None:
+    def program(mesh: Mesh) -> None:
+        module = nn.Linear(4, 4)
+        wrong: list[Any] = [None, module, dict(module.named_parameters()), module.named_parameters()]
+        for parameters in wrong:
+            with pytest.raises(TrainingError, match="takes parameters"):
+                meshcomm.clip_grad_norm_(parameters, 1.0)
+        pipeline: Any = "dp"
+        with pytest.raises(TrainingError, match=r"pipeline='dp'"):
+            meshcomm.clip_grad_norm_(module.parameters(), 1.0, pipeline=pipeline)
+        text: Any = "one"
+        with pytest.raises(TrainingError, match="max_norm = one"):
+            meshcomm.clip_grad_norm_(module.parameters(), text)
+        with meshcomm.GradientSync(mesh, "dp", module):
+            module(torch.ones(2, 4)).sum().backward()
+            with pytest.raises(TrainingError, match="before the gradients are summed"):
+                meshcomm.clip_grad_norm_(module.parameters(), 1.0)
+        meshcomm.clip_grad_norm_(module.parameters(), 1.0)
+
+    meshcomm.simulate(program, dims={"dp": 2})
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
+def test_sparse_gradients_are_clipped_as_by_torch(order: float) -> None:
+    def model() -> nn.Embedding:
+        torch.manual_seed(0)
+        return nn.Embedding(5, 3, sparse=True, dtype=torch.float64)
+
+    def program(mesh: Mesh) -> None:
+        ours, theirs = model(), model()
+        for module in (ours, theirs):
+            module(torch.tensor([1, 3, 1])).square().sum().backward()
+        # torch's own function needs the entries of one index to be added up.
+        assert theirs.weight.grad is not None
+        theirs.weight.grad = theirs.weight.grad.to_dense()
+        norm = meshcomm.clip_grad_norm_(ours.parameters(), 0.5, order)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.5, order))
+        assert ours.weight.grad is not None
+        torch.testing.assert_close(ours.weight.grad.to_dense(), theirs.weight.grad)
+
+    meshcomm.simulate(program, dims={"dp": 2})
+
+
+def closed() -> None:
+    with meshcomm.init(dims={"tp": 2}, device="cpu", timeout_s=30) as mesh:
+        parameter = parameter_of(mesh, torch.zeros(2), {"tp": 0})
+        parameter.grad = parameter_of(mesh, torch.ones(2), {"tp": 0}).detach()
+    for call in (lambda: meshcomm.clip_grad_norm_([parameter], 1.0), lambda: whole(parameter)):
+        with pytest.raises(MeshClosed, match="split along a mesh that is closed"):
+            call()
+
+
+def test_parameters_of_a_closed_mesh_are_named(pool: Pool) -> None:
+    pool.run(closed, ranks=2)
