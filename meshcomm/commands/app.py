@@ -163,7 +163,7 @@ def announce(
     if settings is None or not counts_gpus(settings, world):
         world = world_of(settings, world)
         how_many = count(world, "rank")
-        sizes = "" if settings is None else f": {coords_text(settings.mesh.sizes(world))}"
+        sizes = "" if settings is None else f": {coords_text(settings.resolved(world).mesh.sizes(world))}"
     print(f"meshcomm: {verb} {how_many} of {name}{sizes}{end}", file=sys.stderr, flush=True)
 
 

@@ -102,7 +102,7 @@ def _read(path: Path, label: str) -> dict[str, Any]:
             f"{label}: not a configuration file type",
             given=f"the extension {path.suffix}" if path.suffix else "no extension",
             expected="one of " + ", ".join(PARSERS),
-            hint=str(path.with_suffix(".toml")) if path.suffix else near_file(path),
+            hint=str(path.with_suffix(".toml")) if path.suffix and path.exists() else near_file(path),
         )
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ConfigError(

@@ -551,7 +551,10 @@ def test_a_file_that_holds_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name, content in {"mesh.json": "[1, 2]", "mesh.yaml": "- 1\n- 2\n"}.items():
         Path(name).write_text(content)
         assert report_of(name).startswith(f"{name}: contains no table\n  given:    [1, 2]\n")
-    assert "  expected: one of .toml, .json, .yaml, .yml\n  try:      mesh.toml" in report_of("mesh.ini")
+    expected = "  expected: one of .toml, .json, .yaml, .yml\n  try:      "
+    assert f"{expected}a path to a file" in report_of("mesh.ini")
+    Path("mesh.ini").touch()
+    assert f"{expected}mesh.toml" in report_of("mesh.ini")
 
 
 @pytest.mark.parametrize(
