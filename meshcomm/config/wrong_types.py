@@ -170,7 +170,7 @@ def _refused(model: type[BaseModel], path: Path, errors: Sequence[PydanticError]
 
 
 def _says_nothing(value: Any, kinds: set[str], required: bool) -> bool:
-    """Return whether a refused value does not say what is wanted, so that the default or an example is as good as any other."""
+    """Return whether a refused value is no hint to the wanted one, so that the default or an example is as good as any other."""
     if "literal_error" in kinds and (len(kinds) == 1 or isinstance(value, str)):
         return False
     if kinds.intersection(_NUMBERS):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -59,8 +60,8 @@ def clip_grad_norm_(
         pipeline: the dim along which ranks hold different parameters, as `mesh["pp"]`.
         skip: parameters that another stage counts (tied embeddings). They are scaled too.
 
-    Called by: every rank, with the same parameters, or those of its stage, after all gradients are summed. Parameters
-               without a gradient count as 0.
+    Called by: every rank, with the same arguments, or the parameters of its stage, after all gradients are summed. On a CPU,
+               this is compared along the dims along which a parameter is split. Parameters without a gradient count as 0.
     Sends:     one message of a few bytes along each dim along which a parameter is split, then one along the pipeline.
     Returns:   the norm before clipping, float64 (), equal on all ranks.
     Raises:    TrainingError for arguments of other types, if max_norm or norm_type is not positive, for a norm that is not
@@ -101,6 +102,16 @@ def clip_grad_norm_(
             hint="pass no pipeline, or use a DeviceMesh without its dim",
         )
     there = [(key, x) for key, x in zip(keys, held, strict=True) if x.grad is not None]
+
+    meshes = {x.device_mesh for x in held if isinstance(x, DTensor)}
+    names_of = {where: {where.get_group(axis).group_name for axis in range(where.ndim)} for where in meshes}
+
+    def has_gradient(name: str) -> Iterator[bool]:
+        """Whether each parameter that is equal on all ranks of a group has a gradient."""
+        for key, x in zip(keys, held, strict=True):
+            if name not in key and (not isinstance(x, DTensor) or name in names_of[x.device_mesh]):
+                yield x.grad is not None
+
     gradients = [_whole_sum(parameter) for _, parameter in there]
     # torch has no largest value of a part without elements.
     measured = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
@@ -122,7 +133,7 @@ def clip_grad_norm_(
             {key: join(torch.stack(some)) for key, some in values.items()},
             each.sum(),
             groups,
-            lambda name, x: _reduce(groups[name], x, join),
+            lambda name, x: _compared(groups[name], x, join, (max_norm, order, *has_gradient(name))),
         )
     )
     if stages is not None:
@@ -167,6 +178,31 @@ def _reduce(where: SplitGroup, values: Tensor, join: Callable[[Tensor], Tensor])
         dist.all_reduce(sent, dist.ReduceOp.MAX, group=where.group)
         sent = torch.where(sent[1] > 0, math.nan, sent[0])
     return sent.to(values.device)
+
+
+def _compared(
+    where: SplitGroup, values: Tensor, join: Callable[[Tensor], Tensor], facts: tuple[Any, ...]
+) -> Tensor:
+    """Reduce as `_reduce`, and raise TrainingError on every rank if `facts` differ, which would scale copies differently.
+
+    Only on a CPU: elsewhere, the host would have to wait for the device.
+    """
+    if values.device.type != "cpu":
+        return _reduce(where, values, join)
+    # Small enough that the sum of the squares is exact.
+    digest = float(zlib.crc32(repr(facts).encode()) >> 12)
+    sent = [digest, digest * digest if join is torch.sum else -digest]
+    *reduced, one, two = _reduce(where, torch.cat([values, values.new_tensor(sent)]), join).unbind()
+    ranks = where.group.size()
+    if one != -two if join is torch.amax else ranks * int(two) != int(one) ** 2:
+        raise TrainingError(
+            f'ranks along "{where.dim}" clip their gradients differently',
+            given=f"on this rank: max_norm = {facts[0]:g}, norm_type = {facts[1]:g}, {sum(facts[2:])} gradients of "
+            f"{len(facts[2:])} parameters that are equal on these ranks",
+            expected="the same arguments, and gradients of the same parameters, on every rank",
+            hint="compute the loss in the same way on every rank; optimizer.zero_grad(set_to_none=False) keeps gradients of zero",
+        )
+    return torch.stack(reduced)
 
 
 def _whole_sum(parameter: Tensor) -> Tensor:

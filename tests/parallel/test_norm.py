@@ -415,6 +415,28 @@ def test_sparse_gradients_are_clipped_as_by_torch(order: float) -> None:
     meshcomm.simulate(program, dims={"dp": 2})
 
 
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_ranks_that_clip_differently_get_an_error(order: float) -> None:
+    """Copies of a parameter would be scaled differently."""
+
+    def program(mesh: Mesh) -> None:
+        split, equal = parameter_of(mesh, torch.zeros(2), {"tp": 0}), nn.Parameter(torch.zeros(3))
+        split.grad = parameter_of(mesh, torch.ones(2), {"tp": 0}).detach()
+        equal.grad = torch.ones(3)
+        with pytest.raises(TrainingError, match=r'ranks along "tp" clip(.|\n)*max_norm = '):
+            meshcomm.clip_grad_norm_([split, equal], 2.0 if mesh.rank == 1 else 1.0, order)
+        assert torch.equal(equal.grad, torch.ones(3))
+        if mesh.rank == 2:
+            equal.grad = None
+        with pytest.raises(TrainingError, match="gradients of 1 parameters"):
+            meshcomm.clip_grad_norm_([split, equal], 1.0, order)
+        equal.grad = torch.ones(3)
+        wanted = torch.ones(2 * mesh.size("tp") + 3).norm(order).item()
+        assert meshcomm.clip_grad_norm_([split, equal], 1.0, order).item() == pytest.approx(wanted)
+
+    meshcomm.simulate(program, dims={"tp": 4})
+
+
 def closed() -> None:
     with meshcomm.init(dims={"tp": 2}, device="cpu", timeout_s=30) as mesh:
         parameter = parameter_of(mesh, torch.zeros(2), {"tp": 0})
