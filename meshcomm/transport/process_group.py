@@ -140,7 +140,7 @@ class ProcessGroupTransport(Transport):
         return work.is_completed() if self.ordered else has_completed(work)
 
     def dropped(self, works: Sequence[Work], memory: object) -> None:
-        if not self.ordered:
+        if not self.ordered and hasattr(self, "group"):
             self._dropped.extend((work, memory) for work in works if is_receive(work))
 
     def wait_within(self, work: Work, timeout_s: float, last: bool) -> None:
