@@ -236,7 +236,7 @@ def test_any_value_anywhere_is_taken_or_refused(share: float) -> None:
 @pytest.mark.parametrize(
     ("value", "what", "way"),
     [
-        ('"alwys"', '"alwys" is not an integer, or "always"', '"always"'),
+        ('"alwasy"', '"alwasy" is not an integer, or "always"', '"always"'),
         ("-1", "-1 is out of range", "0"),
         ("[]", '[] is not an integer, or "always"', "64"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,20 +14,22 @@ from meshcomm.errors import TrainingError
 
 # The parameters that were replaced and are still alive, with their names.
 _REPLACED: Any = WeakTensorKeyDictionary()
-_HOOKS: list[Any] = []
 
 
 def note_replaced(parameter: nn.Parameter, name: str) -> None:
     """Refuse later steps of an optimizer that holds this parameter and has no gradient for it."""
     _REPLACED[parameter] = name
-    if not _HOOKS:
-        _HOOKS.append(register_optimizer_step_pre_hook(_check))
+    _watch()
+
+
+@cache
+def _watch() -> None:
+    # For good: a hook cannot remove itself while torch runs the hooks.
+    register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _REPLACED:
-        while _HOOKS:
-            _HOOKS.pop().remove()
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     stale = [each for each in parameters if each.grad is None and each in _REPLACED]
