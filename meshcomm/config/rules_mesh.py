@@ -183,7 +183,7 @@ DEFAULTS: Final = {"cpu": "gloo", "cuda": "nccl"}
 _NAME: Final = re.compile("[a-z][a-z0-9_-]*")
 _PAIRS: Final = re.compile("[a-z][a-z0-9_-]*:[a-z][a-z0-9_-]*(,[a-z][a-z0-9_-]*:[a-z][a-z0-9_-]*)*")
 _DEVICE: Final = re.compile("[a-z][a-z0-9_]*")
-# torch's device types, and what others call them. A script may add a type with any other name.
+# torch's device types, and their other names. A script may add a type with any other name.
 _DEVICES: Final = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "npu", "meta")
 _ALSO: Final = {
     "gpu": "cuda",

@@ -37,7 +37,7 @@ def check_summed(parameters: Iterable[Tensor], what: str) -> None:
             f"{what} within `with sync:`, before the gradients are summed",
             given="parameters of a GradientSync whose step is under way",
             expected="complete gradients, which are the same on all ranks",
-            hint="move the call behind the `with sync:` block",
+            hint="move the call after the `with sync:` block",
         )
 
 

@@ -44,7 +44,7 @@ _TEXTS: Final = (
 )
 
 
-# Parts of torch that take no mixture of DTensors and plain tensors, or only one call, by file: what is wrong, and what to call.
+# Parts of torch that refuse a mixture of DTensors and plain tensors, or a second call. By file: the mistake, and the call to make.
 # The errors of torch's operators name neither; their texts were tried with torch 2.15.
 _SAID: Final = (
     "got mixed torch.Tensor and DTensor",

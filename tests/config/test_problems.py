@@ -402,7 +402,7 @@ def test_the_report_on_a_bad_config(case: Case | Bad) -> None:
 # -- what was probably meant ------------------------------------------------------------------------
 
 _NO_STEPS = ["train.steps="]
-# Changes, and the only suggestion of the report; None if there is none, because nothing says what was meant.
+# Changes, and the report's only suggestion, or None.
 # fmt: off
 MEANT: list[tuple[list[str], str | None]] = [
     # Settings: names that are close in letters are proposed only for a typo, and other tools' names for our meaning.

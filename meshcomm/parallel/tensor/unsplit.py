@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,8 +75,7 @@ def unsplit_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer)
     keys: dict[str, Any] = {}
 
     def values() -> dict[str, Any]:
-        if foreign := [tuple(tensor.shape) for tensor in parameters if id(tensor) not in names]:
-            raise _foreign(f"{len(foreign)} of {len(parameters)}, the first of shape {foreign[0]}")
+        _check_parameters(parameters, names)
         state = optimizer.state_dict()
         for key in state["state"]:
             keys[names[id(parameters[key])] if isinstance(key, int) else str(key)] = key
@@ -103,12 +102,14 @@ def load_unsplit_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load the state of a plain module, as of `unsplit_state` or `state_dict()`, into the same module after it was split.
 
     Called by: every rank that holds a part, with the full state. Does not communicate.
-    Raises:    LayoutError, before it writes, for arguments of other types, for names that only one of both has, and for other
-               shapes.
+    Raises:    LayoutError, before it writes, for arguments of other types, for names that only one of both has, for other shapes,
+               and for modules of another version, whose state only `load_state_dict` of the plain module converts.
     """
     _check_module(module)
-    own = unfused(module.state_dict(keep_vars=True), module)
+    held = module.state_dict(keep_vars=True)
+    own = unfused(held, module)
     _check_names("the state", own, state)
+    _check_versions(getattr(held, "_metadata", {}), getattr(state, "_metadata", {}))
     split = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor | Kept)}
     for name, tensor in split.items():
         check_assigned(tensor, state[name], name)
@@ -136,8 +137,7 @@ def load_unsplit_optimizer_state(
     fused = fused_parts(module)
     names = {id(tensor): name for name, tensor in module.named_parameters(remove_duplicate=False)}
     parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    if foreign := [tuple(tensor.shape) for tensor in parameters if id(tensor) not in names]:
-        raise _foreign(f"{len(foreign)} of {len(parameters)}, the first of shape {foreign[0]}")
+    _check_parameters(parameters, names)
     _check_names("the optimizer's state", ("state", "param_groups"), state)
     sizes = [
         [len(group["params"]) for group in groups]
@@ -187,13 +187,28 @@ def _check_names(what: str, own: Collection[str], given: Any) -> None:
         )
 
 
-def _foreign(given: str) -> LayoutError:
-    return LayoutError(
-        "the optimizer has parameters that the module does not have",
-        given=given,
-        expected="an optimizer of this module's parameters",
-        hint="create the optimizer after tensor_parallel and fully_shard, which replace parameters",
-    )
+def _check_versions(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    for name in own.keys() & given.keys():
+        versions = [facts[name].get("version") for facts in (given, own)]
+        if versions[0] != versions[1]:
+            raise LayoutError(
+                f"the state is of another version of {name or 'the module'}",
+                given=f"version {versions[0]}",
+                expected=f"version {versions[1]}",
+                hint="plain.load_state_dict(state) converts it; then load_unsplit_state(module, plain.state_dict())",
+            )
+
+
+def _check_parameters(parameters: Sequence[Tensor], names: Mapping[int, str]) -> None:
+    """Raise LayoutError for an optimizer's parameters without a name in the module. names: by id."""
+    foreign = [tuple(tensor.shape) for tensor in parameters if id(tensor) not in names]
+    if foreign:
+        raise LayoutError(
+            "the optimizer has parameters that the module does not have",
+            given=f"{len(foreign)} of {len(parameters)}, the first of shape {foreign[0]}",
+            expected="an optimizer of this module's parameters",
+            hint="create the optimizer after tensor_parallel and fully_shard, which replace parameters",
+        )
 
 
 def _unknown_split(label: str, given: str) -> LayoutError:

@@ -354,6 +354,20 @@ def test_the_versions_of_modules_are_kept() -> None:
         Versioned().double().load_state_dict(state)
 
 
+def older(mesh: Mesh) -> str:
+    torch.manual_seed(0)
+    module = Versioned().double()
+    state: Any = module.state_dict()
+    state._metadata[""]["version"] = 1
+    tensor_parallel(module, mesh, "tp", PLAN)
+    return caught(lambda: load_unsplit_state(module, state))
+
+
+def test_state_of_another_version_is_refused() -> None:
+    for text in meshcomm.simulate(older, dims={"tp": 2}):
+        assert "another version of the module" in text and "version 1" in text
+
+
 def numbers(mesh: Mesh) -> list[str]:
     """State that differs between ranks without being split."""
     texts = []
