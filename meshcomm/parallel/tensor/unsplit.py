@@ -7,7 +7,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,11 @@ def unsplit_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer)
             raise _unknown_split(name + path, f"{_split(tensor)}; the parameter is {_split(parameter)}")
         return Kept(tensor, parts) if parts else tensor
 
-    full = _unsplit("the optimizer's state", module, values, kept, numbers=True)
+    def owner(name: str) -> Tensor | None:
+        key = keys.get(name)
+        return parameters[key] if isinstance(key, int) else None
+
+    full = _unsplit("the optimizer's state", module, values, kept, owner)
     state = {key: full.pop(name) for name, key in keys.items()}
     return {"state": state, **full}
 
@@ -255,28 +259,29 @@ def _unsplit(
     module: nn.Module,
     values: Callable[[], dict[str, Any]],
     kept: Callable[[str, str, Tensor], Tensor | Kept],
-    numbers: bool = False,
+    owner: Callable[[str], Tensor | None] | None = None,
 ) -> dict[str, Any]:
     """Return copies of named values in which all tensors are full.
 
     kept: returns a tensor as it is gathered, from the value's name, the tensor's path within the value, and the tensor.
-    numbers: whether numbers, text and tensors without axes must be equal on all ranks that hold parts.
+    owner: returns the parameter of a value, or None for a value of all. If given, numbers, text and tensors without axes must be
+           equal on the ranks that hold parts of the parameter.
     """
     failure: Exception | None = None
     held: dict[str, Any] = {}
     tensors: dict[str, Tensor | Kept] = {}
-    own: list[str] = []
+    own: list[_Line] = []
 
     def note(name: str, path: str, leaf: Any) -> None:
         label = name + path
         if isinstance(leaf, Tensor):
             tensors[label] = found = kept(name, path, leaf)
             if isinstance(_tensor(found), DTensor):
-                own.append(f"{label}: {_split(_tensor(found))}")
-            elif numbers and leaf.ndim == 0:
-                own.append(f"{label} = {leaf.item()}")
-        elif numbers and isinstance(leaf, int | float | str | None):
-            own.append(f"{label} = {leaf}")
+                own.append(_Line.of(f"{label}: {_split(_tensor(found))}", _tensor(found)))
+            elif owner is not None and leaf.ndim == 0:
+                own.append(_Line.of(f"{label} = {leaf.item()}", owner(name)))
+        elif owner is not None and isinstance(leaf, int | float | str | None):
+            own.append(_Line.of(f"{label} = {leaf}", owner(name)))
         elif any(isinstance(inner, DTensor) for inner in tensors_of(leaf)):
             raise _unknown_split(label, f"a DTensor in a {type(leaf).__name__}")
 
@@ -300,51 +305,76 @@ def _tensor(tensor: Tensor | Kept) -> Tensor:
     return tensor.tensor if isinstance(tensor, Kept) else tensor
 
 
-def _compare(what: str, module: nn.Module, own: list[str], failure: Exception | None) -> None:
+class _Line(NamedTuple):
+    """What must be equal on all ranks of some groups. groups: their names; None for all."""
+
+    text: str
+    groups: frozenset[str] | None
+
+    @staticmethod
+    def of(text: str, tensor: Tensor | None) -> _Line:
+        return _Line(text, None if tensor is None else frozenset(split_groups([tensor])))
+
+
+def _compare(what: str, module: nn.Module, own: list[_Line], failure: Exception | None) -> None:
     """Raise an error on every rank if `own` differs between the ranks that hold parts, or if one of them has a failure.
 
-    Sends one message of 24 bytes along each dim along which the module is split.
+    Sends one message of 24 bytes along each dim along which the module is split. Along each, only what is split along it counts:
+    ranks may hold other experts beside their parts of shared weights.
     """
-    groups = split_groups([*module.parameters(), *module.buffers()]).values()
-    text = "\n".join(own) if failure is None else f"{type(failure).__name__}: {failure}"
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    # The largest digest, the smallest one, negated, and whether ranks of an earlier dim differ.
-    seen = torch.tensor([digest, -digest, int(failure is not None)])
-    for along in groups:
-        sent = seen.to(along.device)
+    groups = split_groups([*module.parameters(), *module.buffers()])
+    lines_of = {
+        name: [text for text, some in own if some is None or name in some] if failure is None else []
+        for name in groups
+    }
+    differ = int(failure is not None)
+    for name, along in groups.items():
+        digest = int.from_bytes(hashlib.sha256("\n".join(lines_of[name]).encode()).digest()[:7], "big")
+        # The largest digest, the smallest one, negated, and whether ranks of an earlier dim differ.
+        sent = torch.tensor([digest, -digest, differ]).to(along.device)
         dist.all_reduce(sent, dist.ReduceOp.MAX, group=along.group)
-        seen = sent.cpu()
-        seen[2] = max(int(seen[2]), int(seen[0] != -seen[1]))
-    if not seen[2]:
+        largest, smallest, differ = sent.tolist()
+        differ = int(differ or largest != -smallest)
+    if not differ:
         return
-    of_ranks: dict[int, tuple[bool, list[str]]] = {dist.get_rank(): (failure is not None, text.split("\n"))}
-    for along in groups:
+    failures = {} if failure is None else {dist.get_rank(): f"{type(failure).__name__}: {failure}"}
+    found: list[Any] = []
+    for name, along in groups.items():
         parts: list[Any] = [None] * dist.get_world_size(along.group)
-        dist.all_gather_object(parts, of_ranks, group=along.group)
-        of_ranks = {rank: of_rank for part in parts for rank, of_rank in part.items()}
+        dist.all_gather_object(parts, (dist.get_rank(), failures, found, lines_of[name]), group=along.group)
+        failures = {rank: text for _, failed, _, _ in parts for rank, text in failed.items()}
+        found = next((each for _, _, each, _ in parts if each), [])
+        if not (found or failures):
+            found = _difference({rank: tuple(lines) for rank, _, _, lines in parts})
     if failure is not None:
         raise failure
-    failed = sorted(rank for rank, (has_failed, _) in of_ranks.items() if has_failed)
-    if failed:
+    if failures:
+        failed = sorted(failures)
         raise MeshMismatchError(
             f"{ranks_text(failed)} could not gather {what}",
-            given="\n".join(of_ranks[failed[0]][1]),
+            given=failures[failed[0]],
             expected="the same call with the same state on every rank that holds a part",
             hint=f"see the error of {ranks_text(failed[:1])}",
             mismatched_ranks=tuple(failed),
         )
-    usual, odd = majority({rank: tuple(lines) for rank, (_, lines) in of_ranks.items()})
-    others = set(of_ranks[usual[0] if usual else odd[0]][1])
-    lines = []
-    for ranks in alike(odd, {rank: tuple(of_rank) for rank, (_, of_rank) in of_ranks.items()}):
-        theirs = set(of_ranks[ranks[0]][1])
-        for words, some in (("without", others - theirs), ("with", theirs - others)):
-            if named := sorted(some - {""}):
-                lines.append(f"{ranks_text(ranks)} {words} {listed(named, 3)}")
+    blames, given, odd = found
     raise MeshMismatchError(
-        f"{what} differs between ranks: {blamed(odd, not usual, len(of_ranks))}",
-        given="\n".join(lines),
+        f"{what} differs between ranks: {blames}",
+        given=given,
         expected="the same split tensors on every rank that holds a part",
         hint="take the same steps with the same module and optimizer on every rank",
         mismatched_ranks=tuple(odd),
     )
+
+
+def _difference(lines_of: Mapping[int, tuple[str, ...]]) -> list[Any]:
+    """Return the text that names ranks with other lines, how their lines differ, and these ranks; [] if none has."""
+    usual, odd = majority(lines_of)
+    others = set(lines_of[usual[0] if usual else odd[0]])
+    differences = []
+    for ranks in alike(odd, lines_of):
+        theirs = set(lines_of[ranks[0]])
+        for words, some in (("without", others - theirs), ("with", theirs - others)):
+            if some:
+                differences.append(f"{ranks_text(ranks)} {words} {listed(sorted(some), 3)}")
+    return [blamed(odd, not usual, len(lines_of)), "\n".join(differences), odd] if odd else []

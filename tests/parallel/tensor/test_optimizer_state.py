@@ -354,6 +354,37 @@ def test_the_versions_of_modules_are_kept() -> None:
         Versioned().double().load_state_dict(state)
 
 
+def own_experts(mesh: Mesh) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Ranks along "fsdp" share a layer, and each of them has an expert of its own name, split along "tp"."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.shared = nn.Linear(8, 8)
+    module.add_module(f"expert{mesh.coord('fsdp')}", nn.Linear(8, 8))
+    fully_shard(module.shared, mesh=mesh["fsdp"])
+    fully_shard(module.get_submodule(f"expert{mesh.coord('fsdp')}"), mesh=mesh["tp"])
+    optimizer = torch.optim.AdamW(module.parameters())
+    for each in module.children():
+        each(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return unsplit_state(module), unsplit_optimizer_state(module, optimizer)
+
+
+def test_ranks_may_hold_experts_of_other_names() -> None:
+    for rank, (state, of_optimizer) in enumerate(meshcomm.simulate(own_experts, dims={"fsdp": 2, "tp": 2})):
+        assert set(state) == {
+            f"{part}.{key}" for part in ("shared", f"expert{rank // 2}") for key in ("weight", "bias")
+        }
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer = torch.optim.AdamW(module.parameters())
+        for part in module:
+            part(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        assert torch.equal(state["shared.weight"], module[0].weight)
+        assert torch.equal(state[f"expert{rank // 2}.bias"], module[1].bias)
+        torch.testing.assert_close(of_optimizer["state"], optimizer.state_dict()["state"])
+
+
 def older(mesh: Mesh) -> str:
     torch.manual_seed(0)
     module = Versioned().double()
